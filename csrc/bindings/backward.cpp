@@ -1,5 +1,5 @@
-// flashsci::cuda_backward: gradients and workspace allocation, and launch; and the same for calls
-// that are alike.
+// flashsci::cuda_backward: allocation of gradients and workspace, and launch; also prepared
+// launches for repeated calls.
 #include <algorithm>
 #include <tuple>
 
@@ -13,7 +13,7 @@ using Backward = Prepared<FlashsciBackwardParams>;
 
 enum Need { kQ = 1, kK = 2, kV = 4, kBias = 8 };  // flashsci.ops.NEED_*
 
-// lse or dlse: fp32 [B0, B1, Hq, Sq], returned as strides of rows.
+// lse or dlse: fp32 [B0, B1, Hq, Sq], returned as row strides.
 FlashsciStrides check_lse(const Tensor& x, const char* name, const Call& call) {
   check_given(x, name);
   FLASHSCI_CHECK(is_on(x, call.device), name, " must be on the device of q");
@@ -46,8 +46,9 @@ Backward prepare(const Call& call, const std::optional<Tensor>& dout,
   return prepared;
 }
 
-// Whether sm80's kernels are the faster ones on Hopper, too (docs/develop/kernels/sm90_backward.md): Hopper's
-// tiles of 128 keys and 64 head dims are mostly padding then. Few heads gain less: measured.
+// Whether sm80's kernels are faster than Hopper's on Hopper
+// (docs/develop/kernels/sm90_backward.md): Hopper's tiles of 128 keys and 64 head dims are mostly
+// padding for short calls. The gain is smaller with few heads (measured).
 bool is_short(const FlashsciBackwardParams& p) {
   constexpr int64_t kManyHeads = 132;
   if (p.cu_seqlens_q != nullptr || p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr)
@@ -57,12 +58,12 @@ bool is_short(const FlashsciBackwardParams& p) {
   return dim <= 32 ? rows <= (many ? 512 : 128) : dim <= 64 && rows <= (many ? 128 : 64);
 }
 
-// With the addresses of this call in `p`.
+// Launches with the addresses of this call in `p`.
 cudaError_t launch(const Backward& prepared, FlashsciBackwardParams p, void* stream) {
   p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v, p.out, p.dout);
   const auto launch_on = [&](const Kernels& kernels) -> int {
     if (kernels.backward == nullptr) return cudaErrorNotSupported;
-    // Only units of pairs write it in another order than row-major.
+    // Only kernels of csrc/sm90/pair write it in another order than row-major.
     if (p.dbias != nullptr && p.dbias_strides.column > 1 && kernels.takes_pairs == nullptr)
       return cudaErrorNotSupported;
     const int64_t bytes[] = {kernels.workspace(&p)};
@@ -126,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
       write_to(empty_contiguous(static_cast<int>(bias->dim()), bias->sizes().data(), bias_dtype,
                                 call.device));
   };
-  // Without a score every gradient is zero, also that of a bias which the batch shares: no kernel
+  // Without a score every gradient is zero, also that of a bias that the batch shares: no kernel
   // has a block that would write it.
   if (call.rows() == 0 || call.k_view.size[3] == 0) {
     write_row_major();
@@ -165,7 +166,7 @@ std::string cuda_backward_kernels(
   });
 }
 
-// A gradient as Python made it: shape and dtype of `like`.
+// A gradient as Python allocated it: shape and dtype of `like`.
 View check_like(const Tensor& x, const Tensor& like, const char* name) {
   FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == like.get_device_index() &&
                      dtype_of(x) == dtype_of(like) && x.dim() == like.dim(),
@@ -177,7 +178,7 @@ View check_like(const Tensor& x, const Tensor& like, const char* name) {
   return view;
 }
 
-// That of q, k or v: its last dim is contiguous.
+// A gradient of q, k or v: its last dim is contiguous.
 View check_gradient(const Tensor& x, const Tensor& like, const char* name) {
   const View view = check_like(x, like, name);
   FLASHSCI_CHECK(view.stride[4] == 1 || view.size[4] == 1, "the last dim of ", name,
@@ -193,7 +194,7 @@ View check_pairs(const Tensor& x, const Tensor& like) {
 }
 
 // A Backward for all calls of these shapes, strides and options, none of them empty. `lse` is
-// contiguous, and so is `dbias` unless its heads are neighbours, for kernels that take them so.
+// contiguous, and so is `dbias` unless its heads are neighbours, for kernels that take that layout.
 Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
                               const Tensor& q, const Tensor& k, const Tensor& v,
                               const std::optional<Tensor>& bias, const std::optional<Tensor>& mask,

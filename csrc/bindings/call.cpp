@@ -87,7 +87,7 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
   for (const View* view : {&q_view, &k_view, &v_view})
     FLASHSCI_CHECK(view->stride[4] == 1 || view->size[4] == 1,
                    "the last dim of q, k and v must be contiguous");
-  // As kernels have them, in float: a finite double may not be one there.
+  // In float, as kernels take them: a finite double may overflow there.
   FLASHSCI_CHECK(std::isfinite(static_cast<float>(options.scale)), "scale must be finite, got ",
                  options.scale);
   FLASHSCI_CHECK(options.softcap >= 0 && std::isfinite(static_cast<float>(options.softcap)),

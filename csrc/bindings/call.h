@@ -1,8 +1,8 @@
-// What the arguments of forward and backward have in common: checked, then written into the
-// parameters of a launch; and the kernels that may serve the call.
+// The arguments that forward and backward have in common: checks, the parameters of a launch, and
+// the kernels that may serve the call.
 //
-// Bad input must be an exception whoever calls: these checks stand between torch.ops and raw
-// pointers.
+// Bad input must raise an exception for every caller: these checks are the only ones between
+// torch.ops and raw pointers.
 #pragma once
 #include "../include/flashsci_small.h"
 #include "tensor.h"
@@ -14,8 +14,8 @@ struct Options {
   double scale, softcap;
   int64_t window_left, window_right;
   bool lower_right, tf32;
-  bool weighted;       // `bias` has weights of keys, [*, Hk or 1, 1, Sk]
-  int64_t generation;  // 0 = by device; 75, 80, 90 = that one's kernels and no others
+  bool weighted;       // `bias` holds weights of keys, [*, Hk or 1, 1, Sk]
+  int64_t generation;  // 0 = by device; 75, 80, 90 = only the kernels of that generation
   bool fp8 = false;    // q, k, v are float8_e4m3fn
 };
 
@@ -36,7 +36,7 @@ struct Call {
   std::string shapes() const { return shape_of(q) + ", " + shape_of(k) + ", " + shape_of(v); }
   int64_t rows() const { return q_view.size[0] * q_view.size[1] * q_view.size[2] * q_view.size[3]; }
   uint64_t stride_bits() const;  // View::alignment_bits of q, k and v
-  // Raises unless a launch went well; `cudaErrorNotSupported`: no kernel serves the call.
+  // Raises unless a launch succeeded; `cudaErrorNotSupported`: no kernel serves the call.
   void require(const char* what, cudaError_t error) const;
 
   // The fields that both kinds of parameters have.
@@ -88,7 +88,7 @@ struct Call {
   }
 };
 
-// out, dout or a gradient of theirs' kind: shape [B0, B1, Hq, Sq, Dv] in q's dtype, last dim
+// Checks out, dout or a gradient of them: shape [B0, B1, Hq, Sq, Dv] in q's dtype, last dim
 // contiguous.
 View check_out(const Tensor& x, const char* name, const Call& call);
 
@@ -103,8 +103,8 @@ struct Kernels {
   bool takes_weights;
 };
 
-// The units of a dtype: those of pairs and of short sequences, then newest generation first; the last
-// one is empty.
+// The units of a dtype: those of csrc/sm90/pair and csrc/sm80/small, then newest generation first;
+// the last one is empty.
 const Kernels* kernels_of(int32_t dtype);
 
 // The largest power of 2 up to 16 that divides all strides and addresses of rows, in bytes.
@@ -114,12 +114,13 @@ int32_t alignment_of(uint64_t stride_bits, Pointers... rows) {
   return static_cast<int32_t>(bits & -bits);
 }
 
-// What calls of equal shapes, strides and options have in common: all but where their tensors
-// begin. An op makes one for its own call, Python keeps one for many (flashsci/backends/cuda).
+// The common part of calls of equal shapes, strides and options: everything except the addresses of
+// their tensors. An op makes one for its own call; Python keeps one for many calls
+// (flashsci/backends/cuda).
 template <class Params>
 struct Prepared {
   Params params;
-  uint64_t stride_bits;  // View::alignment_bits of what `copy_bytes` speaks of
+  uint64_t stride_bits;  // View::alignment_bits of the tensors that `copy_bytes` covers
   int32_t dtype, generation;
 
   explicit Prepared(const Call& call)
@@ -135,8 +136,8 @@ struct Prepared {
     return alignment_of(stride_bits, rows...);
   }
 
-  // launch(kernels) of the generations that run on the device, newest first, until one does not
-  // answer cudaErrorNotSupported.
+  // Calls launch(kernels) for the generations that run on the device, newest first, until one
+  // returns something else than cudaErrorNotSupported.
   template <class Launch>
   cudaError_t launch_first(Launch&& launch) const {
     const int capability = describe(params.device).capability;
@@ -145,8 +146,8 @@ struct Prepared {
       if (generation != 0 && generation != unit) continue;
       if (params.bias_mask.bias_is_fp32 == FLASHSCI_KEY_WEIGHTS && !kernels->takes_weights)
         continue;
-      // Hopper's instructions have no successor; the others' PTX runs on everything newer, Turing's
-      // on request.
+      // Hopper's instructions have no successor. The PTX of the others runs on everything newer;
+      // Turing's only on request.
       if (unit == 90 ? capability / 10 != 9 : capability < unit) continue;
       if (unit == 75 && capability >= 80 && generation != 75) continue;
       const auto error = static_cast<cudaError_t>(launch(*kernels));
@@ -156,7 +157,7 @@ struct Prepared {
   }
 };
 
-// Whether the kernels that such calls come to are those of csrc/sm90/pair.
+// Whether such calls are served by the kernels of csrc/sm90/pair.
 inline bool takes_pairs(const Prepared<FlashsciForwardParams>& prepared) {
   FlashsciForwardParams p = prepared.params;
   p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v);
@@ -167,8 +168,9 @@ inline bool takes_pairs(const Prepared<FlashsciForwardParams>& prepared) {
   return found == cudaSuccess;
 }
 
-// What `compute` would launch on a described device: "sm90/fwd/forward_kernel", one a line, "" for nothing, since there is no
-// score. Raises what `compute` raises, where no kernel serves the call too.
+// The kernels that `compute` would launch on a described device: "sm90/fwd/forward_kernel", one a
+// line; "" if there is no score, since nothing is launched. Raises as `compute` does, also where no
+// kernel serves the call.
 template <class Compute>
 std::string rehearse(int64_t capability, int64_t processors, int64_t shared_per_sm,
                      int64_t shared_per_block, Compute&& compute) {
@@ -183,8 +185,7 @@ std::string rehearse(int64_t capability, int64_t processors, int64_t shared_per_
   return std::move(made.kernels);
 }
 
-// For Python, which asks for no reason: it gives a call that did not succeed to the op, which does
-// it again and raises.
+// For Python, which asks for no reason: it repeats a failed call through the op, which raises.
 template <class Launch>
 int succeeds(int device, Launch&& launch) {
   try {

@@ -1,4 +1,4 @@
-// flashsci::cuda_forward: output allocation and launch; and the same for calls that are alike.
+// flashsci::cuda_forward: output allocation and launch; also prepared launches for repeated calls.
 #include <tuple>
 
 #include "../include/flashsci_pair.h"
@@ -16,7 +16,7 @@ Forward prepare(const Call& call, const Tensor& out) {
   return prepared;
 }
 
-// With the addresses of this call in `p`.
+// Launches with the addresses of this call in `p`.
 cudaError_t launch(const Forward& prepared, FlashsciForwardParams p, void* stream) {
   p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v);
   return prepared.launch_first([&](const Kernels& kernels) -> int {
@@ -109,9 +109,9 @@ extern "C" FLASHSCI_API int flashsci_run_forward(const void* prepared, const voi
   return succeeds(p.device, [&] { return launch(forward, p, stream); });
 }
 
-// Who takes a bias whose keys are not neighbours in memory as it is, of the kernels that such calls
-// come to (FLASHSCI_AS_GIVEN, ...): csrc/sm90/pair, or without gradients csrc/sm90/triangle_fwd by a
-// copy that it makes beside other work.
+// The kernels, among those that serve such calls, that take a bias whose keys are not neighbours in
+// memory without a copy by the caller (FLASHSCI_AS_GIVEN, ...): csrc/sm90/pair, or without
+// gradients csrc/sm90/triangle_fwd, which makes a copy while other work runs.
 extern "C" FLASHSCI_API int flashsci_takes_bias(const void* prepared) {
   const Forward& forward = *static_cast<const Forward*>(prepared);
   FlashsciForwardParams p = forward.params;

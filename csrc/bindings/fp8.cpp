@@ -9,8 +9,8 @@ namespace {
 
 using namespace flashsci::bindings;
 
-// log2 of the rows that share one of `count` scales of `rows` rows; 0: none fit. sequences: -1 for
-// dense.
+// log2 of the rows that share one of `count` scales of `rows` rows; 0: no block size fits.
+// sequences: -1 for dense.
 int shift_of(int64_t count, int64_t rows, int64_t sequences) {
   if (sequences >= 0 && count == sequences) return FLASHSCI_ONE_SCALE;
   for (const int shift : {7, 6}) {
@@ -63,7 +63,7 @@ FlashsciScales describe_scale(const std::optional<Tensor>& given, const char* na
   return scales;
 }
 
-// The kernel's launcher in this build, or a refusal.
+// The kernel's launcher in this build; raises if there is none.
 int launch(const FlashsciFp8ForwardParams& p, const Call& call) {
 #ifdef FLASHSCI_HAVE_SM90_FP8_E4M3
   if (describe(call.device).capability / 10 != 9) return cudaErrorNotSupported;

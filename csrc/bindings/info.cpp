@@ -1,5 +1,5 @@
-// What this library was built from, and whether the machine can run it: for the registry and the
-// env report, callable without torch.
+// The sources that this library was built from, and whether the machine can run it: for the
+// registry and the env report, callable without torch.
 #include <cuda_runtime_api.h>
 
 #include "../include/flashsci.h"

@@ -24,21 +24,23 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
 #define SCALARS                                                                                \
   "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, " \
   "SymInt window_right, bool lower_right, bool tf32, "
-  // weighted: `bias` has no biases but weights of keys, `dbias` their gradient.
+  // weighted: `bias` holds weights of keys instead of biases, and `dbias` is their gradient.
   m.def("cuda_forward(" TENSORS SCALARS
         "int generation, bool weighted=False) -> (Tensor out, Tensor lse)");
   m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
         "bool deterministic, int generation, int need, bool weighted=False) -> "
         "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
-  // The kernels that these would launch on a device of a compute capability (90 for 9.0), as lines of
-  // "sm90/fwd/forward_kernel". Tensors may be anywhere, on "meta" too: nothing is launched or written.
+  // The kernels that these ops would launch on a device of a compute capability (90 for 9.0), as
+  // lines of "sm90/fwd/forward_kernel". Tensors may be on any device, also on "meta": nothing is
+  // launched or written.
 #define DEVICE "int capability, int processors, int shared_per_sm, int shared_per_block) -> str"
   m.def("cuda_forward_kernels(" TENSORS SCALARS "int generation, bool weighted, " DEVICE);
   m.def("cuda_backward_kernels(Tensor? dout, Tensor? dlse, " TENSORS
         "Tensor out, Tensor lse, " SCALARS
         "bool deterministic, int generation, int need, bool weighted, " DEVICE);
-  // What later calls of equal shapes, strides and options give to flashsci_run_forward and
-  // flashsci_run_backward, past torch; out, lse and gradients as those calls will have them.
+  // The prepared launches that later calls of equal shapes, strides and options give to
+  // flashsci_run_forward and flashsci_run_backward, which bypass torch; out, lse and gradients have
+  // the layout of those calls.
   m.def("cuda_prepared_forward(" TENSORS "Tensor out, " SCALARS
         "int generation, bool weighted=False) -> Tensor");
   m.def("cuda_prepared_backward(Tensor? dout, Tensor? dlse, " TENSORS
@@ -49,7 +51,7 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
       "v_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt "
       "max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, bool "
       "lower_right, bool out_is_fp16) -> (Tensor out, Tensor lse)");
-  // As flashsci/paged_ops.py defines it for other backends, but for the generation.
+  // The schema of flashsci/paged_ops.py for other backends, plus the generation.
   m.def(
       "cuda_paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor "
       "seqused_k, Tensor cu_seqlens_q, Tensor? sink, Tensor? k_scale, Tensor? v_scale, Tensor(a!) "

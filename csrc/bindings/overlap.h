@@ -1,4 +1,4 @@
-// Whether tensors share memory, element by element: views that interleave do not. The algorithm is that
+// Whether tensors share memory, element by element: interleaved views do not. The algorithm is that
 // of flashsci/memory.py.
 #pragma once
 #include <numeric>
@@ -9,7 +9,7 @@
 namespace flashsci::bindings {
 
 struct Term {
-  int64_t step, most;  // bytes; how often at most
+  int64_t step, most;  // step in bytes; largest index
 };
 
 inline int64_t bytes_of_element(const Tensor& x) {
@@ -29,8 +29,8 @@ inline int64_t span_of(const Tensor& x) {
   return (steps + 1) * bytes_of_element(x);
 }
 
-// Whether sum n_i step_i = target for some 0 <= n_i <= most_i, from term i on, largest step first. A search
-// that takes too long says yes.
+// Whether sum n_i step_i = target for some 0 <= n_i <= most_i, from term i on, largest step first.
+// A search that takes too long returns true.
 inline bool hits(const std::vector<Term>& terms, size_t i, int64_t target, int& steps_left) {
   if (target == 0) return true;
   int64_t reach = 0, divisor = 0;
@@ -68,13 +68,13 @@ inline bool share_memory(const Tensor& a, const Tensor& b) {
     add(1, size - 1);
     for (int64_t i = 0; i < x->dim(); ++i) add(x->stride(i) * size, x->size(i) - 1);
   }
-  target += span_b - 1;  // b's indices are counted from the end, so that theirs are sums, too
+  target += span_b - 1;  // b's indices are counted from the end, so that its offsets are sums, too
   std::sort(terms.begin(), terms.end(), [](Term x, Term y) { return x.step > y.step; });
   int steps_left = 10000;
   return hits(terms, 0, target, steps_left);
 }
 
-// Whether two elements of x may lie in one place, as of an expanded tensor.
+// Whether two elements of x may share an address, as in an expanded tensor.
 inline bool folds(const Tensor& x) {
   std::vector<Term> dims;
   for (int64_t i = 0; i < x.dim(); ++i) {

@@ -1,4 +1,5 @@
-// flashsci::cuda_paged_attention: checks and launch. Bad input must be an exception whoever calls.
+// flashsci::cuda_paged_attention: checks and launch. Bad input must raise an exception for every
+// caller.
 #include "../include/flashsci_paged.h"
 
 #include "overlap.h"
@@ -17,7 +18,7 @@ struct Kernels {
 
 #define UNIT(generation, unit) {generation, flashsci_##unit, flashsci_##unit##_workspace}
 
-// Those of a dtype of q, newest generation first.
+// The units of a dtype of q, newest generation first.
 const Kernels<FlashsciPagedParams>* kernels_of(int32_t dtype) {
   static const Kernels<FlashsciPagedParams> half[] = {
 #ifdef FLASHSCI_HAVE_SM90_PAGED_FP16
@@ -61,8 +62,8 @@ const Kernels<FlashsciPaged8Params>* kernels8_of(int32_t dtype) {
   return dtype == dtypes().half ? half : dtype == dtypes().brain ? brain : none;
 }
 
-// By the newest generation that runs on the device and takes the call. call: that of params, whose
-// workspace is missing. generation: the only one to ask, 0 for any.
+// Launches the newest generation that runs on the device and takes the call. call: that of params,
+// whose workspace is still to be allocated. generation: the only one to try, 0 for any.
 template <class Params>
 int launch(const Kernels<Params>* kernels, const Params& params, FlashsciPagedParams& call,
            int64_t generation) {

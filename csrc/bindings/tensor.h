@@ -32,8 +32,7 @@ inline constexpr int kMaxDevices = 64;
 
 #define FLASHSCI_CHECK(condition, ...) STD_TORCH_CHECK(condition, "flashsci: ", __VA_ARGS__)
 
-// torch's numbers for the dtypes. (No name here says bf16: a build for Turing has no such symbol at
-// all.)
+// torch's numbers for the dtypes. (No name here says bf16: a build for Turing has no such symbol.)
 struct Dtypes {
   int32_t half = aoti_torch_dtype_float16(), brain = aoti_torch_dtype_bfloat16(),
           single = aoti_torch_dtype_float32(), int32 = aoti_torch_dtype_int32(),
@@ -86,7 +85,7 @@ inline int attribute_of(int device, cudaDeviceAttr attribute) {
   return value;
 }
 
-// Asked once per device; a lost race only asks again.
+// Queried once per device; a lost race only repeats the query.
 inline Device describe(int device) {
   if (const Rehearsal* described = rehearsal())
     return {described->capability, described->shared_per_sm};
@@ -103,7 +102,7 @@ inline Device describe(int device) {
   return {static_cast<int>(packed >> 32), static_cast<int>(packed & 0xffffffffu)};
 }
 
-// Makes the device current for torch's allocator and for our (static) CUDA runtime; free if it
+// Makes the device current for torch's allocator and for our (static) CUDA runtime; no cost if it
 // already is.
 class OnDevice {
  public:
@@ -143,13 +142,13 @@ struct View {
   }
   FlashsciStrides strides() const { return {stride[0], stride[1], stride[2], stride[3]}; }
 
-  // Strides of a tensor whose every dim may be broadcast: 0 where the size is 1.
+  // Strides of a tensor of which every dim may be broadcast: 0 where the size is 1.
   FlashsciScoreStrides pair_strides() const {
     const auto of = [&](int i) { return size[i] == 1 ? 0 : stride[i]; };
     return {of(0), of(1), of(2), of(3), of(4)};
   }
 
-  // Bits of every offset a row can have, in bytes: the lowest one set is what rows are aligned to.
+  // The bits of all offsets of rows, in bytes: the lowest set bit is the alignment of the rows.
   uint64_t alignment_bits(int element_size) const {
     uint64_t bits = 0;
     for (int i = 0; i < kMaxRank - 1; ++i)
@@ -158,12 +157,13 @@ struct View {
   }
 };
 
-// Whether a tensor is on a device, a CUDA device; in a rehearsal tensors may be anywhere.
+// Whether a tensor is on this CUDA device; in a rehearsal tensors may be on any device.
 inline bool is_on(const Tensor& x, int device) {
   return rehearsing() || (x.is_cuda() && x.get_device_index() == device);
 }
 
-// Where a tensor begins. Without memory of its own (on "meta") it begins where allocators let one begin.
+// The address of a tensor. Without memory of its own (on "meta") it gets an address with the
+// alignment of an allocator.
 inline const void* address_of(const Tensor& x) {
   const void* address = x.const_data_ptr();
   return address == nullptr && rehearsing() ? rehearsed_address() : address;
@@ -251,7 +251,7 @@ inline Tensor empty_contiguous(int rank, const int64_t* sizes, int32_t dtype, in
   return empty_strided(rank, sizes, strides, dtype, device);
 }
 
-// A copy of an object in a tensor on the host, for Python to keep.
+// A copy of an object, in a tensor on the host that Python keeps.
 template <class Object>
 Tensor kept_by_python(const Object& object) {
   static_assert(std::is_trivially_copyable_v<Object>);
@@ -264,8 +264,8 @@ Tensor kept_by_python(const Object& object) {
   return bytes;
 }
 
-// Whether rows and all else lie as in a dense row-major tensor; dims of one row may have any
-// stride.
+// Whether rows and everything above them have the strides of a dense row-major tensor; dims of one
+// row may have any stride.
 inline bool is_contiguous(const Tensor& x) {
   int64_t step = 1;
   for (int i = static_cast<int>(x.dim()) - 1; i >= 0; --i) {

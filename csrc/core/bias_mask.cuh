@@ -1,9 +1,9 @@
 // Bias and mask on score fragments: rows g and g + 8 of each m16 block, columns 2t, 2t + 1 of each
 // n8 block (lane = 4 g + t), straight from global memory.
 //
-// Any strides, broadcast included. What is the same for all queries (row stride 0: a padding mask,
-// a bias per key) is read once for all rows of the fragments; neighbouring columns are read two at
-// a time where memory allows. Rows and keys outside the tensor are not read.
+// Any strides, broadcast included. Values that are the same for all queries (row stride 0: a
+// padding mask, a bias per key) are read once for all rows of the fragments; neighbouring columns
+// are read two at a time where memory allows. Rows and keys outside the tensor are not read.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace flashsci {
 
-// The pairs of one head of one batch. The strides stay where the kernel parameters are: no register
-// holds them.
+// The bias and mask of one head of one batch. The strides stay in the kernel parameters and take no
+// registers.
 struct BiasMaskView {
   const FlashsciBiasMask& bias_mask;
   const unsigned char* bias;  // [seq_q, seq_k] or null
@@ -30,8 +30,8 @@ struct BiasMaskView {
   }
 };
 
-// A matrix of elements of 1, 2 or 4 bytes, as the fragments of one lane see it. Pair is what two
-// neighbouring columns are loaded as.
+// A matrix of elements of 1, 2 or 4 bytes, as the fragments of one lane see it. Two neighbouring
+// columns are loaded as one Pair.
 template <class Value, class Pair>
 struct BiasMaskMatrix {
   static_assert(sizeof(Pair) == 2 * sizeof(Value), "a pair is two elements");
@@ -39,7 +39,7 @@ struct BiasMaskMatrix {
   int64_t row_stride, column_stride;
   int rows, columns;
 
-  // What one lane has of a row: columns 0, 1 of each n8 block from `column` on; 0 past the last.
+  // One lane's part of a row: columns 0, 1 of each n8 block from `column` on; 0 past the last.
   template <int kN>
   __device__ __forceinline__ void load_row(Value (&value)[kN][2], int row, int column) const {
     const Value* start = data + min(row, rows - 1) * row_stride + column * column_stride;
@@ -60,7 +60,7 @@ struct BiasMaskMatrix {
     }
   }
 
-  // Every even column of every row starts an aligned Pair, and no row ends inside one.
+  // Whether each even column of each row starts an aligned Pair and no row ends inside one.
   __device__ __forceinline__ bool paired() const {
     return column_stride == 1 && (row_stride | columns) % 2 == 0 &&
            reinterpret_cast<uint64_t>(data) % sizeof(Pair) == 0;
@@ -88,8 +88,8 @@ struct BiasMaskMatrix {
 
 // s += factor * bias; s = -inf where the mask hides. row: this lane's first row; column: that of
 // its first score (even). factor > 0 turns units of the natural exponent into those of s. Scores
-// outside the tensor keep their value or get some other bias: they are the window's to hide.
-// kTransposed: the rows of the fragments are keys (row < seq_k) and their columns queries.
+// outside the tensor keep their value or get some other bias: the window hides them. kTransposed:
+// the rows of the fragments are keys (row < seq_k) and their columns queries.
 template <class Op, bool kTransposed = false, int kM, int kN>
 __device__ __forceinline__ void apply_bias_mask(float (&s)[kM][kN][4], const BiasMaskView& view,
                                                 int row, int column, int seq_q, int seq_k,

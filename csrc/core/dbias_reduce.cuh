@@ -1,5 +1,6 @@
-// The gradient of a bias that is shared, without atomics: a sum over the dims that the bias lacks.
-// Who owns which tile of it, what is added up for a tile, and how the sums reach memory.
+// The gradient of a shared bias, without atomics: a sum over the dims that the bias lacks. This
+// file says which CTA owns which tile of it, which members a tile sums, and how the sums reach
+// memory.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -9,8 +10,8 @@
 
 namespace flashsci {
 
-// What the tiles of dbias are, and what one of them is summed over: batch0, batch1, head, row
-// tiles, key tiles. A dim is in one of the two, and 1 in the other.
+// The tiles of dbias and the members that each of them sums, by dim: batch0, batch1, head, row
+// tiles, key tiles. A dim counts in one of the two, and is 1 in the other.
 struct BiasPlan {
   uint32_t own[5], members[5];
   uint32_t member_count, splits, shared;  // shared: the number of dims that the bias lacks
@@ -24,7 +25,7 @@ struct BiasPlan {
   int64_t blocks() const { return splits * product(own); }
 };
 
-// The plan with tiles of block_q rows x block_k keys, but for the splits.
+// The plan with tiles of block_q rows x block_k keys, except for the splits.
 inline BiasPlan plan_bias_tiles(const FlashsciBackwardParams& p, int block_q, int block_k) {
   const int64_t sizes[5] = {p.batch0, p.batch1, p.heads_q, p.seq_q, p.seq_k};
   const int64_t strides[5] = {p.dbias_strides.batch0, p.dbias_strides.batch1, p.dbias_strides.head,
@@ -45,7 +46,7 @@ inline BiasPlan plan_bias_tiles(const FlashsciBackwardParams& p, int block_q, in
   return plan;
 }
 
-// Splits that keep a large device busy, whatever the device.
+// The number of splits that keeps any large device busy.
 inline uint32_t splits_for_any_device(const BiasPlan& plan) {
   constexpr int64_t kEnough = 1024;  // CTAs: a few for each SM of a large device
   const int64_t owners = BiasPlan::product(plan.own);
@@ -53,7 +54,7 @@ inline uint32_t splits_for_any_device(const BiasPlan& plan) {
                                                    std::max<int64_t>(plan.member_count, 1)));
 }
 
-// Indices of a member in own and member dims, and its tensors' place.
+// Indices of a member in own and member dims, and the offsets of its tensors.
 struct BiasMember {
   uint32_t index[5];
 
@@ -66,7 +67,7 @@ struct BiasMember {
     }
     index[0] = number;
   }
-  // To the next member; a dim of one member is left alone.
+  // Moves to the next member; dims with one member do not change.
   __device__ __forceinline__ void advance(const uint32_t (&sizes)[5]) {
 #pragma unroll
     for (int i = 4; i >= 0; --i) {
@@ -81,7 +82,7 @@ struct BiasMember {
   }
 };
 
-// One value of dbias, or of this split's partial sums.
+// Writes one value of dbias, or of this split's partial sums.
 template <class Op, class Plan>
 __device__ __forceinline__ void put_bias_sum(const FlashsciBackwardParams& p, const Plan& plan,
                                              const BiasPlan& bias, uint32_t split, int64_t at,
@@ -94,7 +95,8 @@ __device__ __forceinline__ void put_bias_sum(const FlashsciBackwardParams& p, co
     static_cast<uint16_t*>(p.dbias)[at] = static_cast<uint16_t>(Op::pack2(x, x));
 }
 
-// Where the bias has no keys: adds up a quad's sums [m16, n8, fragment] of each row, to the first.
+// For a bias without keys: adds up the sums [m16, n8, fragment] of each row over a quad, into the
+// first element.
 template <int kM, int kN>
 __device__ __forceinline__ void add_keys(float (&sum)[kM][kN][4]) {
 #pragma unroll
@@ -106,7 +108,7 @@ __device__ __forceinline__ void add_keys(float (&sum)[kM][kN][4]) {
   }
 }
 
-// Where the bias has no rows: the sums of all rows of a tile go to dbias at `base`, by way of
+// For a bias without rows: the sums over all rows of a tile go to dbias at `base`, through
 // warp_sums [kWarps, kBlockK] in shared memory.
 template <class Op, class C, class Plan, int kN>
 __device__ __forceinline__ void put_row_sums(const float (&sum)[C::kM][kN][4],
@@ -114,7 +116,7 @@ __device__ __forceinline__ void put_row_sums(const float (&sum)[C::kM][kN][4],
                                              int warp, int lane, const FlashsciBackwardParams& p,
                                              const Plan& plan, const BiasPlan& bias, int64_t base,
                                              float* warp_sums) {
-  __syncthreads();  // nobody reads what was there
+  __syncthreads();  // no warp still reads the old contents
 #pragma unroll
   for (int i = 0; i < kN * 2; ++i) {
     float x = 0.f;
@@ -135,7 +137,7 @@ __device__ __forceinline__ void put_row_sums(const float (&sum)[C::kM][kN][4],
   }
 }
 
-// dbias = the sum of the splits, in order; by blocks of 256.
+// dbias = the sum of the splits, in order; blocks of 256 threads.
 template <class Op, class Plan>
 __device__ __forceinline__ void sum_splits(const FlashsciBackwardParams& p, const Plan& plan,
                                            uint32_t splits, int64_t elements) {

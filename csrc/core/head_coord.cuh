@@ -1,4 +1,5 @@
-// Which head of which batch a block works on: batch, heads and the tiles of a head share grid.x.
+// The batch entry and head that a block works on: batch, heads and the tiles of a head share
+// grid.x.
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,5 @@
 // Launching a kernel from the host: the multiprocessors of a device, a kernel's shared memory, and
-// a grid of no blocks or of too many, which is no launch.
+// grid sizes of zero or beyond the limit, for which nothing is launched.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,7 +10,8 @@
 
 namespace flashsci {
 
-// Streaming multiprocessors of a device. Asked once for each device; a lost race only asks again.
+// Streaming multiprocessors of a device. Queried once per device; a lost race only repeats the
+// query.
 inline int processors_of(int device) {
   if (const Rehearsal* described = rehearsal()) return described->processors;
   static std::atomic<int> known[64];
@@ -31,7 +32,8 @@ inline cudaError_t shared_per_block_of(int device, int& bytes) {
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
-// Allows a kernel more than 48 KiB of shared memory, once per device; a lost race only repeats it.
+// Allows a kernel more than 48 KiB of shared memory, once per device; a lost race only repeats the
+// call.
 template <auto kKernel>
 cudaError_t allow_shared(int bytes, int device) {
   static std::atomic<uint64_t> configured{0};
@@ -44,7 +46,8 @@ cudaError_t allow_shared(int bytes, int device) {
   return error;
 }
 
-// Starts a kernel whose shared memory is allowed. Every launch of the library comes here or to launch_configured.
+// Starts a kernel whose shared memory is already allowed. Every launch of the library goes through
+// this function or launch_configured.
 template <auto kKernel, class... Arguments>
 cudaError_t start(unsigned blocks, int threads, int shared, cudaStream_t stream,
                   const Arguments&... arguments) {

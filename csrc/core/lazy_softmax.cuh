@@ -1,5 +1,5 @@
-// Online softmax of two rows of accumulators, whose offset follows the largest score only when an
-// exponent has outgrown the threshold: between two products there is no exchange between lanes then.
+// Online softmax of two rows of accumulators. The offset follows the largest score only when an
+// exponent exceeds the threshold; otherwise lanes exchange nothing between two products.
 #pragma once
 #include <cstdint>
 
@@ -8,21 +8,22 @@
 
 namespace flashsci {
 
-// Before a row's first key: so low that whatever comes next overflows and is noticed, while hidden
-// keys (-inf) still add 0.
+// The offset before a row's first key: so low that the first visible key overflows and is noticed,
+// while hidden keys (-inf) still add 0.
 inline constexpr float kUninitializedMax = -3e38f;
 struct RowStatistics {    // of rows g and g + 8
   float row_max_log2[2];  // P = exp2(exp_scale S - offset); about the largest score so far
   float sum[2];           // this lane's part of the sum of P
 };
 
-// An offset at a largest score, rounded down: P of that score is at least 1. Where roundings are
-// large (masks written as -1e9, scores of 1e8) it would be anything beyond, and is limited.
+// An offset for a largest score, rounded down: P of that score is at least 1. Scores of large
+// magnitude (masks written as -1e9, scores of 1e8) have roundings that would put P anywhere above
+// 1; there the exponent is limited.
 __device__ __forceinline__ float offset_at(float maximum, float exp_scale) {
   return __fmul_rd(maximum, exp_scale);
 }
 
-// Of what this lane holds of its two rows.
+// The maximum of this lane's scores in its two rows.
 template <int kCount>
 __device__ __forceinline__ void lane_max(const float (&s)[kCount], float (&maximum)[2]) {
   maximum[0] = s[0], maximum[1] = s[2];
@@ -40,8 +41,8 @@ __device__ __forceinline__ void row_max(const float (&s)[kCount], float (&maximu
   maximum[1] = quad_max(maximum[1]);
 }
 
-// P of one score. kLimited: its exponent is cut at the threshold. (The limit is on the exponent: on P
-// it costs registers.)
+// P of one score. kLimited: its exponent is cut at the threshold. (A limit on P instead of the
+// exponent costs registers.)
 template <bool kLimited>
 __device__ __forceinline__ float exponential(float s, float offset, float exp_scale) {
   const float x = fmaf(s, exp_scale, -offset);
@@ -68,8 +69,8 @@ __device__ __forceinline__ void exponentials(float (&s)[kCount], const RowStatis
   sum[1] = part[2] + part[3];
 }
 
-// Whether an exponent of the warp exceeds the threshold. Where the offset is at the maximum, it does
-// so in rows of large scores alone.
+// Whether an exponent of the warp exceeds the threshold. With the offset at the maximum, only rows
+// of large scores exceed it.
 __device__ __forceinline__ bool exceeds(const float (&maximum)[2], const RowStatistics& rows,
                                         float exp_scale) {
   return __any_sync(0xffffffffu,
@@ -77,7 +78,7 @@ __device__ __forceinline__ bool exceeds(const float (&maximum)[2], const RowStat
                         fmaf(maximum[1], exp_scale, -rows.row_max_log2[1]) > kRescaleThreshold);
 }
 
-// The offsets of a first block: P of the largest scores, which become known, is at least 1.
+// The offsets of a first block, from the largest scores, for which P is at least 1.
 template <int kCount>
 __device__ __forceinline__ void start_offsets(RowStatistics& rows, const float (&s)[kCount],
                                               float (&maximum)[2], float exp_scale) {
@@ -87,8 +88,8 @@ __device__ __forceinline__ void start_offsets(RowStatistics& rows, const float (
     rows.row_max_log2[half] = fmaxf(offset_at(maximum[half], exp_scale), kUninitializedMax);
 }
 
-// The offset of one of the rows follows the largest score, and the sum the offset. Returns what O is
-// to be multiplied by.
+// The offset of one of the rows follows the largest score, and the sum follows the offset. Returns
+// the factor for O.
 __device__ __forceinline__ float follow_maximum(RowStatistics& rows, int half, float maximum,
                                                 float exp_scale) {
   const float next = fmaxf(rows.row_max_log2[half], offset_at(maximum, exp_scale));

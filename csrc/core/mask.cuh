@@ -25,11 +25,11 @@ struct Window {
   __device__ __forceinline__ Window(int before_, int after_, int seq_k_)
       : before(before_), after(after_), seq_k(seq_k_) {}
 
-  // Keys [begin, end) that query i sees; empty if begin >= end.
+  // Keys [begin, end) that query i sees; none if begin >= end.
   __device__ __forceinline__ int begin(int i) const { return max(i + before, 0); }
   __device__ __forceinline__ int end(int i) const { return min(i + after, seq_k); }
 
-  // Queries [first_query, end_query) of seq_q that see key j < seq_k; empty if first >= end.
+  // Queries [first_query, end_query) of seq_q that see key j < seq_k; none if first >= end.
   __device__ __forceinline__ int first_query(int j) const { return max(j - after + 1, 0); }
   __device__ __forceinline__ int end_query(int j, int seq_q) const {
     return min(j - before, seq_q - 1) + 1;

@@ -1,10 +1,12 @@
 // A debug build, -DFLASHSCI_POISON: shared memory holds NaN (0xff in every byte, in every dtype)
-// from when it is free until it is written again, so that what reads too early or too late shows in
-// the results. Ordinary builds compile none of it. Workspaces and outputs: bindings/tensor.h.
+// from the moment it is free until it is written again, so that a read that is too early or too
+// late shows in the results. Ordinary builds compile none of it. Workspaces and outputs:
+// bindings/tensor.h.
 //
-// Whoever may write a stage fills it: a producer that has waited for it to be free, a thread before
-// it stores. Between ordinary writes and what the copy engine or wgmma do after them each filling
-// thread fences. A short sleep afterwards widens the time in which a late reader meets the NaN.
+// The owner of a stage fills it: a producer after it has waited for the stage to be free, a thread
+// before it stores. Each filling thread fences between its ordinary writes and the later accesses
+// of the copy engine or wgmma. A short sleep afterwards widens the time in which a late reader
+// meets the NaN.
 #pragma once
 #include <cstdint>
 
@@ -30,35 +32,35 @@ __device__ __forceinline__ void poison_linger() {
 #endif
 }
 
-// All of a CTA's shared memory, when the kernel begins; all threads call it.
+// Fills all of a CTA's shared memory when the kernel begins; all threads call it.
 __device__ __forceinline__ void poison_block(const void* shared, int bytes) {
   poison_fill(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), bytes, threadIdx.x,
               blockDim.x);
   __syncthreads();
 }
 
-// A stage that the calling thread is about to have refilled by the copy engine.
+// Fills a stage before the calling thread has the copy engine refill it.
 __device__ __forceinline__ void poison_stage(uint32_t shared, int bytes) {
   poison_fill(shared, bytes, 0, 1);
   poison_linger();
 }
 
-// What the calling warp is about to write.
+// Fills memory that the calling warp is about to write.
 __device__ __forceinline__ void poison_warp(uint32_t shared, int bytes) {
   poison_fill(shared, bytes, threadIdx.x % 32, 32);
   poison_linger();
   __syncwarp();
 }
 
-// The pieces of 16 bytes, `step` bytes apart, that the calling thread, or with stmatrix its warp,
-// is about to write; whole warps call it.
+// Fills the pieces of 16 bytes, `step` bytes apart, that the calling thread, or with stmatrix its
+// warp, is about to write; whole warps call it.
 __device__ __forceinline__ void poison_pieces(uint32_t shared, int pieces, int step) {
   for (int i = 0; i < pieces; ++i) poison_fill(shared + i * step, 16, 0, 1);
   poison_linger();
   __syncwarp();
 }
 
-// The 16 bytes that the calling thread is about to copy into.
+// Fills the 16 bytes that the calling thread is about to copy into.
 __device__ __forceinline__ void poison_chunk(uint32_t shared) { poison_fill(shared, 16, 0, 1); }
 
 }  // namespace flashsci

@@ -1,6 +1,6 @@
 // A tile on its way from global memory to shared memory through registers, for Turing, which has no
-// cp.async: fetch() starts the loads, store() waits for them and writes the Tile. In between the
-// registers are taken and the arithmetic of another tile hides the latency.
+// cp.async: fetch() starts the loads, store() waits for them and writes the Tile. The tile occupies
+// registers in between, and the arithmetic of another tile hides the latency.
 #pragma once
 #include <cstdint>
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint4 fetch_chunk(const uint16_t* __restrict__ source
 template <int kRows, int kCols, int kThreads>
 struct TileRegisters {
   using T = Tile<kCols>;
-  // All chunks of a row where they are a power of two, and rows enough for all threads.
+  // All chunks of a row if their number is a power of two, and enough rows for all threads.
   static constexpr bool kWholeRows =
       (T::kChunks & (T::kChunks - 1)) == 0 && kThreads / T::kChunks % 8 == 0;
   static constexpr int kThreadsPerRow = kWholeRows ? T::kChunks : T::kGroup;
@@ -43,8 +43,8 @@ struct TileRegisters {
   uint4 chunk[kPasses][kBlocks];  // [rows first_row + pass * kRowStep, chunks first_chunk + ...]
 
   // Rows >= rows_valid and columns >= cols_valid become zeros and are not read. kVector: every row
-  // starts at a multiple of 16 bytes and cols_valid is a multiple of 8; otherwise copy_bytes (8, 4
-  // or 2) divides where rows start.
+  // starts at a multiple of 16 bytes and cols_valid is a multiple of 8; otherwise every row starts
+  // at a multiple of copy_bytes (8, 4 or 2).
   template <bool kVector>
   __device__ __forceinline__ void fetch(const uint16_t* __restrict__ global,  // [rows_valid, row]
                                         int64_t row_stride, int rows_valid, int cols_valid,

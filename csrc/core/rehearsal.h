@@ -1,5 +1,6 @@
-// A rehearsal of a launch: launchers decide as for a real one on a device that is only described, and the kernels that they would
-// start are named instead. It needs no GPU and no memory: addresses stand for their alignment alone.
+// A rehearsal of a launch, on a device that is only described: launchers decide as for a real
+// launch, and the kernels that they would start are named instead. It needs no GPU and no memory:
+// addresses only stand for their alignment.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -12,10 +13,10 @@ struct Rehearsal {
   int processors;         // streaming multiprocessors
   int shared_per_sm;      // bytes
   int shared_per_block;   // bytes that a kernel may ask for
-  std::string kernels{};  // "sm90/fwd/forward_kernel", one a line, in the order of their launches
+  std::string kernels{};  // "sm90/fwd/forward_kernel", one a line, in launch order
 };
 
-// That of this thread, or null: launches are real.
+// The rehearsal of this thread, or null: launches are real.
 inline Rehearsal*& rehearsal() {
   static thread_local Rehearsal* current = nullptr;
   return current;
@@ -23,10 +24,11 @@ inline Rehearsal*& rehearsal() {
 
 inline bool rehearsing() { return rehearsal() != nullptr; }
 
-// An address for memory that a rehearsal does not have, aligned as allocators align.
+// An address for memory that a rehearsal does not have, with the alignment of an allocator.
 inline void* rehearsed_address() { return reinterpret_cast<void*>(uintptr_t{1} << 20); }
 
-// Notes a kernel by what the compiler prints of this function: "... [with auto kKernel = sm90::fwd::forward_kernel<...>]".
+// Notes a kernel by the compiler's name of this function: "... [with auto kKernel =
+// sm90::fwd::forward_kernel<...>]".
 template <auto kKernel>
 void note_kernel(Rehearsal& of) {
   std::string_view name = __PRETTY_FUNCTION__;

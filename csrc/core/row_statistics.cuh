@@ -1,4 +1,4 @@
-// What the backward needs of each query row besides q and dout.
+// The statistics of each query row that the backward needs besides q and dout.
 //
 // statistics_i = (-lse_of_backward(lse_i), -delta_i), delta_i = sum_d dout_id out_id - dlse_i;
 // (-inf, 0) where a row sees no key. A row is read by 4 to 32 lanes, 16 bytes each.
@@ -21,8 +21,8 @@ __device__ __forceinline__ float4 load_statistics(uint32_t shared) {
                      __uint_as_float(x.w));
 }
 
-// Whether the lse of any of 8 kN queries, columns of the warp's fragments, is large. statistics: of
-// this lane's first in shared memory.
+// Whether the lse of any of 8 kN queries, columns of the warp's fragments, is large. statistics:
+// the entry of this lane's first query in shared memory.
 template <int kN>
 __device__ __forceinline__ bool any_large_column(uint32_t statistics) {
   static_assert(kN <= 8 && 8 % kN == 0, "the lanes of a column share the blocks of 8 among them");
@@ -30,7 +30,7 @@ __device__ __forceinline__ bool any_large_column(uint32_t statistics) {
   return __any_sync(0xffffffffu, is_large(x.x) || is_large(x.z));
 }
 
-// Elements 8 chunk .. of a row; columns past the last are 0.
+// Elements 8 chunk .. 8 chunk + 7 of a row; columns past the last are 0.
 template <class Op>
 __device__ __forceinline__ void load_row(float (&x)[kChunkElements],
                                          const uint16_t* __restrict__ row, int chunk, int columns,
@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_row(float (&x)[kChunkElements],
     x[e] = Op::to_float(static_cast<uint16_t>(word[e / 2] >> (e % 2 * 16)));
 }
 
-// By a block of kRowThreads; `lanes` of them share a row, whose heads have `tiles` blocks each.
+// Run by a block of kRowThreads; `lanes` threads share a row, and each head has `tiles` blocks.
 template <class Op, class Plan>
 __device__ __forceinline__ void find_statistics(const FlashsciBackwardParams& p, const Plan& plan,
                                                 uint32_t tiles, int lanes, int vector) {

@@ -1,5 +1,4 @@
-// From raw products q.k to what is exponentiated: scale, softcap, and in which units the running
-// maximum is kept.
+// From raw products q.k to exponents: scale, softcap, and the units of the running maximum.
 #pragma once
 #include "softmax.cuh"
 
@@ -7,16 +6,16 @@ namespace flashsci {
 
 enum ScoreMode { kScaled = 0, kLinear = 1, kSoftcap = 2 };
 
-// What the host derives from scale and softcap, once.
+// The constants that the host derives once from scale and softcap.
 struct ScorePlan {
   int mode;     // kScaled: s = q.k, the scale (> 0) is part of exp_scale
   float inner;  // kLinear: s = inner * q.k; kSoftcap: s = outer * tanh(inner * q.k)
   float outer;
-  float exp_scale;  // log2(e) times what is left to multiply by
+  float exp_scale;  // log2(e) times the remaining factor
 };
 
-// folds: the exponential may take the scale; not where it is negative, and nothing in natural units
-// is added to s then.
+// folds: the exponential may take the scale. It may not where the scale is negative, nor where
+// terms in natural units are added to s.
 inline ScorePlan plan_scores(float scale, float softcap, bool folds) {
   ScorePlan plan;
   plan.mode = softcap != 0.f ? kSoftcap : folds ? kScaled : kLinear;
@@ -31,7 +30,7 @@ inline float lse_scale_of(const ScorePlan& plan, float scale) {
   return plan.mode == kScaled ? scale : 1.f;
 }
 
-// Scores that are not kScaled, in the accumulators of wgmma.
+// The scaling of scores that are not kScaled, in the accumulators of wgmma.
 template <int kCount>
 __device__ __forceinline__ void scale_scores(float (&s)[kCount], const ScorePlan& plan) {
   if (plan.mode == kSoftcap) {
@@ -43,7 +42,7 @@ __device__ __forceinline__ void scale_scores(float (&s)[kCount], const ScorePlan
   }
 }
 
-// The same in those of mma.
+// The same in the accumulators of mma.
 template <int kM, int kN>
 __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ScorePlan& plan) {
   if (plan.mode == kSoftcap) {
@@ -64,7 +63,8 @@ __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ScoreP
   }
 }
 
-// In the backward: what the exponential takes, out of q.k; dP - delta takes the slope of a softcap.
+// For the backward: the argument of the exponential, from q.k; dP - delta is multiplied by the
+// slope of a softcap.
 template <int kM, int kN>
 __device__ __forceinline__ void modify_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
                                               const ScorePlan& plan, bool slopes = true) {

@@ -40,21 +40,21 @@ struct Tile {
   }
 };
 
-// Hides from the compiler that a value is the same in every loop iteration: what follows from it is
-// then computed anew instead of being kept in registers, which are scarcer in the main loops than
+// Hides from the compiler that a value is the same in every loop iteration. Derived values are then
+// computed anew instead of being kept in registers, which are scarcer in the main loops than
 // integer instructions.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Where rows of K and V go so that a lane's scores are of neighbouring keys: the columns 2 t, 2 t +
+// The row of a key of K and V that gives a lane scores of neighbouring keys: the columns 2 t, 2 t +
 // 1 of four n8 blocks are keys 8 t .. 8 t + 7 when key 8 t + 2 n + e is row 8 n + 2 t + e.
 __device__ __forceinline__ int interleaved_row(int key) {
   return (key & ~30) | (key & 6) << 2 | (key & 24) >> 2;
 }
 
-// The key of score (n, e) of a lane, from the one of its first score.
+// The key of score (n, e) of a lane, from the key of its first score.
 template <bool kInterleaved>
 __device__ __forceinline__ constexpr int key_of_score(int n, int e) {
   return kInterleaved ? n / 4 * 32 + n % 4 * 2 + e : n * 8 + e;
@@ -88,9 +88,9 @@ __device__ __forceinline__ void load_chunk(uint32_t target, const uint16_t* __re
 
 // Copies rows [0, kRows) of a row-major global matrix into a Tile. Rows >= rows_valid and columns
 // >= cols_valid become zeros and are not read. kVector: every row starts at a multiple of 16 bytes
-// and cols_valid is a multiple of 8; otherwise copy_bytes (8, 4 or 2) divides where rows start.
-// kFewRegisters: nothing is kept from one call to the next. kInterleaved: rows go where
-// interleaved_row says.
+// and cols_valid is a multiple of 8; otherwise every row starts at a multiple of copy_bytes (8, 4
+// or 2). kFewRegisters: nothing is kept from one call to the next. kInterleaved: rows go to the
+// places of interleaved_row.
 template <int kRows, int kCols, int kThreads, bool kVector, bool kFewRegisters,
           bool kInterleaved = false>
 __device__ __forceinline__ void load_tile(uint32_t tile,

@@ -35,7 +35,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&word)[4]) {
   }
 }
 
-// tanh of |x| < 0.3, a = |x| and x2 = x^2: its Taylor series, error < 2e-7 of it.
+// tanh of |x| < 0.3, a = |x| and x2 = x^2: its Taylor series, relative error < 2e-7.
 __device__ __forceinline__ float tanh_series(float a, float x2) {
   float t = fmaf(x2, 62.f / 2835.f, -17.f / 315.f);
   t = fmaf(x2, t, 2.f / 15.f);
@@ -43,7 +43,7 @@ __device__ __forceinline__ float tanh_series(float a, float x2) {
   return fmaf(x2 * a, t, a);
 }
 
-// tanh to a few ulp of its value and no branch: tanh.approx.f32 (2^-11) is too coarse for a
+// tanh to a few ulp of its value, without a branch: tanh.approx.f32 (2^-11) is too coarse for a
 // softcap. slope: 1 - tanh^2, to a few ulp of its own value also where tanh is nearly 1.
 __device__ __forceinline__ float tanh_accurate(float x, float& slope) {
   const float a = fabsf(x);
@@ -60,8 +60,9 @@ __device__ __forceinline__ float tanh_accurate(float x) {
   return tanh_accurate(x, slope);
 }
 
-// The same in one number, for kernels that have no register for the slope until they need it: tanh x
-// where it is below 0.3, else 1 / (1 - |tanh x|) = (e^(2|x|) + 1) / 2, beyond 1; with the sign of x.
+// The same in one number, for kernels that have no register for the slope until they need it: tanh
+// x where it is below 0.3, else 1 / (1 - |tanh x|) = (e^(2|x|) + 1) / 2, which exceeds 1; with the
+// sign of x.
 __device__ __forceinline__ float tanh_code(float x) {
   const float a = fabsf(x);
   const float inverse = fmaf(0.5f, ptx::ex2_approx(2.f * kLog2e * a), 0.5f);
@@ -76,27 +77,27 @@ __device__ __forceinline__ float slope_of(float code) {
   return fabsf(code) < 1.f ? fmaf(-code, code, 1.f) : complement * (2.f - complement);
 }
 
-// Exponents are computed as fma(s, scale, -offset) from an offset that is rounded. The larger it is
-// (masks written as -1e9, scores of 1e7 and more), the more of their magnitude is its rounding: P
-// of the largest score would be anything, beyond fp16 too. From kExactExponent on the kernels that
-// keep a running maximum subtract it first. The backward has only a rounded lse: from
-// kLargeExponent on it takes one that is too low for sure, and lets no P exceed 1; below, roundings
-// of lse and scores make P wrong by a factor of 2 at most.
+// Exponents are computed as fma(s, scale, -offset) from a rounded offset. The rounding grows with
+// the offset (masks written as -1e9, scores of 1e7 and more): P of the largest score could take any
+// value, also one beyond fp16. From kExactExponent on, kernels that keep a running maximum subtract
+// it first. The backward has only a rounded lse: from kLargeExponent on it takes a value that is
+// certainly too low, and limits P to 1; below, roundings of lse and scores make P wrong by a factor
+// of 2 at most.
 inline constexpr float kExactExponent = 1 << 22, kLargeExponent = 1 << 20;
 
 __device__ __forceinline__ bool is_large(float exponent) {
   return fabsf(exponent) > kLargeExponent;
 }
 
-// lse in powers of two, as the backward takes it (lse is not -inf). Finite: bf16's and fp32's
-// lowest numbers overflow in powers of two.
+// lse in powers of two, as the backward takes it (lse is not -inf). The result is finite: the
+// lowest numbers of bf16 and fp32 would overflow in powers of two.
 __device__ __forceinline__ float lse_of_backward(float lse) {
   const float x = fminf(fmaxf(lse * kLog2e, -3.3e38f), 3.3e38f);
   constexpr float kMargin = 1.f / (1 << 18);  // roundings of lse, its product and the scores' sums
   return is_large(x) ? fmaf(fabsf(x), -kMargin, x) : x;
 }
 
-// Where the lse of any row of the warp is large: P is at most 1.
+// Limits P to 1, for warps in which the lse of any row is large.
 template <int kCount>
 __device__ __forceinline__ void limit_probabilities(float (&p)[kCount]) {
 #pragma unroll
@@ -109,7 +110,8 @@ __device__ __forceinline__ void limit_probabilities(float (&p)[kM][kN][4]) {
     p[i / (4 * kN)][i / 4 % kN][i % 4] = fminf(p[i / (4 * kN)][i / 4 % kN][i % 4], 1.f);
 }
 
-// Whether it is, of rows whose statistics are in registers: [m16, row g or g + 8], lse first.
+// Whether the lse is large, for rows whose statistics are in registers: [m16, row g or g + 8], lse
+// first.
 template <int kM>
 __device__ __forceinline__ bool any_large(const float2 (&statistics)[kM][2]) {
   bool large = false;
@@ -118,12 +120,12 @@ __device__ __forceinline__ bool any_large(const float2 (&statistics)[kM][2]) {
   return __any_sync(0xffffffffu, large);
 }
 
-// Rescale the accumulators only when the maximum grew by more than 2^8: exact, since numerator and
-// denominator share the stale maximum; P stays below 2^8, far inside fp16.
+// Rescale the accumulators only when the maximum grew by more than 2^8. This is exact, since
+// numerator and denominator share the stale maximum; P stays below 2^8, far inside fp16.
 inline constexpr float kRescaleThreshold = 8.f;
 
-// What the exponents of each row are relative to, in powers of two, for scores s that may become
-// relative to row_max (in their units) first.
+// The reference of each row's exponents, in powers of two, for scores s. The scores may first
+// become relative to row_max (in their units).
 template <int kM, int kN>
 __device__ __forceinline__ void offsets_of(float (&offset)[kM][2], float (&s)[kM][kN][4],
                                            const float (&row_max)[kM][2], float exp_scale) {
@@ -145,7 +147,7 @@ __device__ __forceinline__ void offsets_of(float (&offset)[kM][2], float (&s)[kM
   }
 }
 
-// The largest score of row g or g + 8 that a lane has of an m16 block.
+// The largest score of a lane in row g or g + 8 of an m16 block.
 template <int kN>
 __device__ __forceinline__ float lane_max(const float (&s)[kN][4], int half) {
   float x = fmaxf(s[0][half * 2], s[0][half * 2 + 1]);
@@ -154,12 +156,12 @@ __device__ __forceinline__ float lane_max(const float (&s)[kN][4], int half) {
   return x;
 }
 
-// The maximum of such a row becomes `next`, and its sum and output follow.
+// The maximum of such a row becomes `next`; its sum and output are rescaled.
 template <int kDimBlocks>
 __device__ __forceinline__ void rescale_row(float& row_max, float& row_sum,
                                             float (&o)[kDimBlocks][4], int half, float next,
                                             float exp_scale) {
-  // A row with no key yet has sum and output 0, whatever they are multiplied by.
+  // A row with no key yet has sum and output 0, which no factor changes.
   const float alpha = next == -INFINITY ? 1.f : ptx::ex2_approx((row_max - next) * exp_scale);
   row_max = next;
   row_sum *= alpha;
@@ -170,7 +172,7 @@ __device__ __forceinline__ void rescale_row(float& row_max, float& row_sum,
   }
 }
 
-// S becomes P; the running maximum, sum and output follow.
+// S becomes P; the running maximum, sum and output are updated.
 template <int kM, int kN, int kDimBlocks>
 __device__ __forceinline__ void online_softmax(float (&s)[kM][kN][4], float (&o)[kM][kDimBlocks][4],
                                                float (&row_max)[kM][2], float (&row_sum)[kM][2],
@@ -213,9 +215,9 @@ __device__ __forceinline__ void online_softmax(float (&s)[kM][kN][4], float (&o)
   }
 }
 
-// The same with less between the products: lanes of a quad compare their own maxima only, and talk
-// when one has outgrown the threshold. row_max is the same in all lanes of a quad, -inf at first;
-// exp_scale <= 1, so that no finite score overflows.
+// The same with less work between the products: lanes of a quad compare their own maxima only, and
+// exchange them when one exceeds the threshold. row_max is the same in all lanes of a quad, -inf at
+// first; exp_scale <= 1, so that no finite score overflows.
 template <int kM, int kN, int kDimBlocks>
 __device__ __forceinline__ void online_softmax_lazily(float (&s)[kM][kN][4],
                                                       float (&o)[kM][kDimBlocks][4],

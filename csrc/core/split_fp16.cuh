@@ -1,12 +1,12 @@
-// fp32 as two fp16 halves: what gives tensor cores fp32 accuracy at their fp16 rate.
+// fp32 as two fp16 halves: tensor cores reach fp32 accuracy at their fp16 rate.
 //
-// A number x, times a power of two that brings the largest of its row or tile below 2^15, is
-// high + low: high = fp16(x) and low = fp16(x - high), 11 significant bits each, as many as two
-// TF32 numbers have. Three products of halves (low x low is left out) then are as exact as one in
-// fp32, at twice the rate of three TF32 products. What fp16 lacks is range, so
+// A number x, times a power of two that brings the largest of its row or tile below 2^15, is high +
+// low: high = fp16(x) and low = fp16(x - high), with 11 significant bits each, like two TF32
+// numbers. Three products of halves (low x low is left out) are then as exact as one in fp32, at
+// twice the rate of three TF32 products. fp16 lacks range, so
 //   - the low half of an operand in shared memory is stored 2^11 times too large: numbers down to
 //     2^-29 of the largest keep all their bits, and the error of smaller ones is 2^-51 of it;
-//   - P and dS, rows of which are used up at once, get their own scale and a plain low half, with
+//   - P and dS, whose rows are consumed at once, get their own scale and a plain low half, with
 //     errors of 2^-39 of the largest of the row.
 #pragma once
 #include <cstdint>
@@ -72,7 +72,7 @@ __device__ __forceinline__ void halve(float x, float y, uint32_t& high, uint32_t
   low = ptx::cvt_f16x2(x - h.x, y - h.y);
 }
 
-// The exponent of the largest |x| of a row; of zeros: kNoExponent.
+// The exponent of the largest |x| of a row; kNoExponent for zeros.
 inline constexpr int kNoExponent = -1000;
 __device__ __forceinline__ int exponent_of(float x) {
   return x == 0.f ? kNoExponent : (__float_as_int(x) >> 23 & 255) - 127;
@@ -86,8 +86,8 @@ __device__ __forceinline__ int scale_exponent(int exponent) {
 // 2^e for |e| <= 126.
 __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
 
-// A row of kDim numbers, fp32 and raw in shared memory (Chunks<kDim / 4>), as one of the kParts
-// threads of a warp that share it sees it: numbers 8 c ... 8 c + 7 for the chunks c = first(part) +
+// A row of kDim numbers, fp32 and raw in shared memory (Chunks<kDim / 4>), as seen by one of the
+// kParts threads of a warp that share it: numbers 8 c ... 8 c + 7 for the chunks c = first(part) +
 // further(i). Threads of eight neighbouring rows are neighbours: no bank conflicts.
 template <int kDim, int kParts>
 struct RawRow {
@@ -96,7 +96,7 @@ struct RawRow {
   static constexpr int kCount = kDim / 8 / kParts;
   static constexpr int kLanes = 32 / kParts;  // from one part to the next
   static __device__ __forceinline__ int part() { return threadIdx.x % 32 / kLanes; }
-  // The row of this thread, of those of the CTA.
+  // The index of this thread's row in the CTA.
   static __device__ __forceinline__ int row() {
     return threadIdx.x / 32 * kLanes + threadIdx.x % kLanes;
   }

@@ -16,7 +16,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[kM][kCols / 8][4], f
                                            int64_t row_stride, int rows, int columns, bool vector) {
   using T = Tile<kCols>;
   const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  __syncwarp();  // nobody reads what the tile held before
+  __syncwarp();  // no lane still reads the old contents
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll

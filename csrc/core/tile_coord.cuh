@@ -1,4 +1,4 @@
-// Where a block of the backward works: which head of which batch, and tiles of the rows there.
+// The place of a block of the backward: its head, its batch entry, and the tiles of its rows.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +7,7 @@
 
 namespace flashsci {
 
-// Which head of which batch a block works on: `heads` heads of `tiles` blocks each.
+// The head and batch entry that a block works on: `heads` heads of `tiles` blocks each.
 struct TileCoord {
   uint32_t tile, batch, batch0, batch1, head;
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_tile_rows(uint32_t target, const void* data
                                                             columns, copy_bytes);
 }
 
-// 16-byte loads or stores of all rows.
+// Whether 16-byte accesses serve all rows.
 inline bool takes_vectors(const void* data, const FlashsciStrides& s, int head_dim) {
   const uint64_t bits = static_cast<uint64_t>(s.batch0 | s.batch1 | s.head | s.row | head_dim);
   return bits % kChunkElements == 0 && reinterpret_cast<uintptr_t>(data) % kChunkBytes == 0;

@@ -1,5 +1,5 @@
-// Which rows a CTA of a packed (varlen) launch works on, found on the device: no host knows the
-// lengths.
+// The rows that a CTA of a packed (varlen) launch works on, found on the device: the host does not
+// know the lengths.
 //
 // Sequence n of N gets the slots cu[n] / kTile + n + 1 ... Slots of different sequences never
 // collide, since floor(a / t) + ceil(l / t) <= floor((a + l) / t) + 1, and there are T / kTile + N
@@ -52,7 +52,7 @@ __device__ __forceinline__ TileOfSequence find_tile(int slot, const int32_t* __r
   const bool owned = low >= 1 && low <= num_seqs;
   found.first_k = owned ? segment_begin(cu_k, low, num_seqs, total_k) : 0;
   found.seq_k = owned ? max(segment_begin(cu_k, low + 1, num_seqs, total_k) - found.first_k, 0) : 0;
-  // The same in all lanes: say so.
+  // Tells the compiler that the value is the same in all lanes.
   found.tile = ptx::redux_max(found.tile);
   found.first_q = ptx::redux_max(found.first_q);
   found.seq_q = ptx::redux_max(found.seq_q);
@@ -62,7 +62,7 @@ __device__ __forceinline__ TileOfSequence find_tile(int slot, const int32_t* __r
   return found;
 }
 
-// Grid size of one head: the slots of packed rows, or the tiles of all.
+// Grid size of one head: the slots of packed rows, or the tiles of a dense call.
 constexpr int64_t num_tiles(int64_t rows, int tile, int64_t num_seqs, bool packed) {
   return packed ? rows / tile + num_seqs + 2 : (rows + tile - 1) / tile;
 }

@@ -10,8 +10,8 @@
 
 namespace flashsci {
 
-// Address offsets of a lane in a Tile. As left operand, or as right one through the transpose: 16
-// rows x 1 chunk, twice. As right operand: 8 rows x 2 chunks for each n8 block, so that the two
+// Address offsets of a lane in a Tile. As left operand, or as right operand through the transpose:
+// 16 rows x 1 chunk, twice. As right operand: 8 rows x 2 chunks for each n8 block, so that the two
 // registers of a block are neighbours.
 template <int kCols>
 __device__ __forceinline__ uint32_t row_fragment(int lane) {
@@ -39,8 +39,8 @@ __device__ __forceinline__ void load_rows(uint32_t (&a)[kM][kHeld][4], uint32_t 
       ptx::ldmatrix_x4(a[m][d], T::pair_address(start, d) + m * 16 * T::kRowBytes);
 }
 
-// C += A B^T for B [8 kN rows, kCols]; start by column_fragment. Of A the first 16 kHeld columns
-// are in registers; the others are a tile of their own, read from rest, by row_fragment.
+// C += A B^T for B [8 kN rows, kCols]; start by column_fragment. The first 16 kHeld columns of A
+// are in registers; the others are a separate tile, read from rest, by row_fragment.
 template <class Op, int kCols, int kM, int kHeld, int kN>
 __device__ __forceinline__ void multiply_transposed(float (&c)[kM][kN][4],
                                                     const uint32_t (&held)[kM][kHeld][4],
@@ -72,8 +72,8 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[kM][kN][4],
   }
 }
 
-// 16 columns of the left operand from accumulators, whose layout is that of operands: n8 blocks 2n
-// and 2n + 1 of p.
+// 16 columns of the left operand, from accumulators (their layout is that of operands): n8 blocks
+// 2n and 2n + 1 of p.
 template <class Op, int kM, int kN>
 __device__ __forceinline__ void pack(uint32_t (&a)[kM][4], const float (&p)[kM][kN][4], int n) {
 #pragma unroll

@@ -1,8 +1,8 @@
 // The whole C boundary of the kernels: plain parameter structs and extern "C" launchers.
 //
-// No torch, no CUDA types: what a launcher needs is pointers, sizes and element strides. A launcher
-// returns a cudaError_t as int, never allocates, prints, synchronises or exits, and launches on the
-// caller's current device.
+// The header needs neither torch nor CUDA types: a launcher takes pointers, sizes and element
+// strides. A launcher returns a cudaError_t as int, never allocates, prints, synchronises or exits,
+// and launches on the caller's current device.
 #ifndef FLASHSCI_H_
 #define FLASHSCI_H_
 
@@ -28,8 +28,9 @@ typedef struct FlashsciScoreStrides {
   int64_t batch0, batch1, head, row, column;
 } FlashsciScoreStrides;
 
-// What is given for each pair of a query and a key: an addend of its score (after softcap, in units
-// of the natural exponent; -inf hides the key) and whether it may be attended.
+// The two terms of each pair of a query and a key: an addend of its score (after softcap, in units
+// of the natural exponent; -inf hides the key), and a flag that says whether the query attends to
+// the key.
 typedef struct FlashsciBiasMask {
   const void* bias;     // [B0, B1, Hq, Sq, Sk] by bias_strides, fp32 or q's dtype; or NULL
   const uint8_t* mask;  // [B0, B1, Hq, Sq, Sk] by mask_strides, 0 = hidden; or NULL
@@ -37,8 +38,8 @@ typedef struct FlashsciBiasMask {
   int32_t bias_is_fp32;
 } FlashsciBiasMask;
 
-// What fp32 products are as exact as, whatever they are made of: fp32 (three products of halves of
-// the operands) or TF32 (one product). Ignored for other dtypes.
+// The accuracy of fp32 products: that of fp32 (three products of halves of the operands) or of TF32
+// (one product). Ignored for other dtypes.
 enum { FLASHSCI_TF32X3 = 0, FLASHSCI_TF32 = 1 };
 
 // out = softmax(scale * q k^T, softcapped, + bias, masked) v, lse = log of its denominator.
@@ -65,16 +66,16 @@ typedef struct FlashsciForwardParams {
   int32_t window_left, window_right;  // -1 = unbounded
   int32_t lower_right;                // the diagonal ends in the lower right corner, not upper left
   int32_t precision;                  // fp32 only: FLASHSCI_TF32X3 or FLASHSCI_TF32
-  int32_t copy_bytes;                 // 16, 8, 4 or 2: what q, k, v rows are aligned to
+  int32_t copy_bytes;                 // 16, 8, 4 or 2: alignment of the rows of q, k, v
   int32_t device;                     // index of the device the pointers live on
   int32_t shared_per_sm;              // bytes of shared memory that device has per SM
-  void* workspace;  // ..._workspace(params) bytes, aligned to 256, with any contents; NULL: without
+  void* workspace;  // ..._workspace(params) bytes, aligned to 256, with any contents; NULL: none
 } FlashsciForwardParams;
 
-// The gradients of sum(out * dout) + sum(lse * dlse), with P recomputed from the given lse (which
-// may be larger than the one of these keys: a block of a longer row); rows with lse = -inf give
-// zeros. Shapes and packing as in FlashsciForwardParams. A gradient whose pointer is NULL is not
-// wanted.
+// The gradients of sum(out * dout) + sum(lse * dlse), with P recomputed from the given lse. This
+// lse may be larger than that of these keys, as for a block of a longer row; rows with lse = -inf
+// give zeros. Shapes and packing are those of FlashsciForwardParams. A gradient whose pointer is
+// NULL is not computed.
 typedef struct FlashsciBackwardParams {
   const void* q;
   const void* k;
@@ -94,7 +95,7 @@ typedef struct FlashsciBackwardParams {
   FlashsciStrides dq_strides, dk_strides, dv_strides;
   FlashsciBiasMask bias_mask;          // dense only
   FlashsciScoreStrides dbias_strides;  // contiguous where the bias has a size, 0 where it has none;
-                                       // units of pairs: as bias_strides
+                                       // kernels of csrc/sm90/pair: as bias_strides
   int64_t batch0, batch1;
   int32_t heads_q, heads_k;
   int32_t seq_q, seq_k;
@@ -106,7 +107,7 @@ typedef struct FlashsciBackwardParams {
   int32_t lower_right;
   int32_t deterministic;  // bitwise equal from run to run
   int32_t precision;
-  int32_t copy_bytes;  // 16, 8, 4 or 2: what the rows of q, k, v, out and dout are aligned to
+  int32_t copy_bytes;  // 16, 8, 4 or 2: alignment of the rows of q, k, v, out and dout
   int32_t device;
   int32_t shared_per_sm;
 } FlashsciBackwardParams;
@@ -117,13 +118,14 @@ typedef struct FlashsciBackwardParams {
 
 typedef void* FlashsciStream;  // cudaStream_t
 
-// Launchers, one of each kind for every generation and dtype that has kernels. What a generation
-// leaves to an older one (strides, alignment, features) it answers with cudaErrorNotSupported,
-// and has launched nothing then.
+// Launchers, one of each kind for every generation and dtype that has kernels. A launcher returns
+// cudaErrorNotSupported, without a launch, for strides, alignments and features that it leaves to
+// an older generation.
 #define FLASHSCI_DECLARE_FORWARD(unit)                                          \
   FLASHSCI_API int flashsci_forward_##unit(const FlashsciForwardParams* params, \
                                            FlashsciStream stream);
-// Bytes of workspace that the call would use; pointers but cu_seqlens (NULL or not) are not read.
+// Bytes of workspace that the call would use. Only cu_seqlens are looked at (NULL or not); no other
+// pointer is read.
 #define FLASHSCI_DECLARE_FORWARD_WORKSPACE(unit) \
   FLASHSCI_API int64_t flashsci_forward_##unit##_workspace(const FlashsciForwardParams* params);
 #define FLASHSCI_DECLARE_BACKWARD(unit)                                           \
@@ -148,7 +150,8 @@ FLASHSCI_DECLARE_BACKWARD(sm80_fp32)
 // JSON: version, digests of the kernel units, architectures, tile preset, compiler.
 FLASHSCI_API const char* flashsci_build_info(void);
 
-// NULL, or why this library cannot run here: no driver, a driver older than the toolkit, no device.
+// NULL, or the reason why this library cannot run here: no driver, a driver older than the toolkit,
+// no device.
 FLASHSCI_API const char* flashsci_driver_problem(void);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// The C boundary of the forward on 8-bit floats (float8_e4m3fn), beside flashsci.h.
+// The C boundary of the forward on 8-bit floats (float8_e4m3fn); the rest is in flashsci.h.
 #ifndef FLASHSCI_FP8_H_
 #define FLASHSCI_FP8_H_
 
@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-// What the numbers of a tensor are multiplied by: fp32, one for all, for a head, or for a block of
+// The factors of a tensor's numbers: fp32, one for the tensor, for each head, or for each block of
 // rows. The scale of row i of a sequence is data[batch0 * .. + batch1 * .. + head * head + n *
 // sequence + ((i >> shift) + first_slot) * block], where first_slot is 0 or, with slots, (first_row
 // >> shift) + n for sequence n, which begins at first_row.
@@ -21,8 +21,8 @@ typedef struct FlashsciScales {
 
 #define FLASHSCI_ONE_SCALE 30
 
-// q, k, v in e4m3; out in bf16 or fp16. `call` has no bias, no mask and no other precision; its lse
-// is written always.
+// q, k, v in e4m3; out in bf16 or fp16. `call` has no bias, no mask and the default precision; its
+// lse is always written.
 typedef struct FlashsciFp8ForwardParams {
   FlashsciForwardParams call;
   FlashsciScales q_scale, k_scale, v_scale;

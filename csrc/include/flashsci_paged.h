@@ -9,8 +9,8 @@ extern "C" {
 #endif
 
 // out = softmax(scale * q k^T, softcapped, masked) v for packed queries; causal and windows are
-// aligned lower right. Block tables, lengths and offsets are data from outside: what is out of
-// range is clamped, and nothing is read beyond a tensor.
+// aligned lower right. Block tables, lengths and offsets are untrusted data: values out of range
+// are clamped, and nothing is read beyond a tensor.
 typedef struct FlashsciPagedParams {
   const void* q;                // [T, Hq, D]
   const void* k_cache;          // [pages, page, Hk, D]
@@ -20,7 +20,7 @@ typedef struct FlashsciPagedParams {
   const int32_t* block_table;   // [N, columns]
   const int32_t* seqused_k;     // [N]: keys of each sequence
   const int32_t* cu_seqlens_q;  // [N + 1]
-  const float* sink;            // [Hq]: a logit more in each head's softmax, or NULL
+  const float* sink;            // [Hq]: one more logit in each head's softmax, or NULL
   int64_t q_row, q_head, out_row, out_head;
   int64_t k_page, k_row, k_head, v_page, v_row, v_head;
   int32_t tokens, sequences, heads_q, heads_k;
@@ -32,7 +32,7 @@ typedef struct FlashsciPagedParams {
   void* workspace;  // ..._workspace(params) bytes, aligned to 256, with any contents
 } FlashsciPagedParams;
 
-// The same from caches of 8-bit floats, which times their scales are K and V.
+// The same from caches of 8-bit floats. K and V are the caches times their scales.
 typedef struct FlashsciPaged8Params {
   FlashsciPagedParams call;
   const float* k_scale;  // [N, Hk], or NULL: 1
@@ -41,8 +41,8 @@ typedef struct FlashsciPaged8Params {
   int32_t e5m2;                                                            // 0: e4m3fn
 } FlashsciPaged8Params;
 
-// cudaErrorNotSupported: strides, alignment or sizes that these kernels do not take; nothing was
-// launched then. The workspace depends on sizes alone.
+// cudaErrorNotSupported: these kernels do not take such strides, alignment or sizes, and have
+// launched nothing. The workspace depends on sizes alone.
 #define FLASHSCI_DECLARE_PAGED(unit, Params)                                     \
   FLASHSCI_API int flashsci_##unit(const Params* params, FlashsciStream stream); \
   FLASHSCI_API int64_t flashsci_##unit##_workspace(const Params* params);

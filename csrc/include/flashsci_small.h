@@ -8,8 +8,9 @@
 extern "C" {
 #endif
 
-// As `bias_is_fp32`, of the fp32 unit: what `bias` has are no biases but weights of keys, >= 0, the same for all queries
-// (no stride of rows); `dbias` is their gradient. lse is log(sum of w e^S).
+// A value of `bias_is_fp32` for the fp32 unit: `bias` holds weights of keys (>= 0, the same for all
+// queries, row stride 0) instead of biases, and `dbias` is their gradient. lse is log(sum of w
+// e^S).
 #define FLASHSCI_KEY_WEIGHTS 2
 
 FLASHSCI_DECLARE_FORWARD(small_fp16)

@@ -4,8 +4,8 @@
 
 namespace flashsci::ptx {
 
-// How many came before this one. What this thread and those it has synchronised with have written is there
-// for whoever comes later and finds so.
+// The number of CTAs that arrived before this one. The writes of this thread, and of threads it has
+// synchronised with, are visible to every later arrival.
 __device__ __forceinline__ uint32_t arrive(uint32_t* global) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n"

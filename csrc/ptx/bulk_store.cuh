@@ -1,5 +1,5 @@
-// PTX ISA "cp.async.bulk" out of shared memory (sm_90): as bulk_add_f32 of bulk.cuh, whose rules it
-// follows, but what was there is overwritten.
+// PTX ISA "cp.async.bulk" out of shared memory (sm_90): like bulk_add_f32 of bulk.cuh, with the
+// same rules, but it overwrites the destination.
 #pragma once
 #include <cstdint>
 

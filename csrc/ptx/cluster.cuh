@@ -1,5 +1,5 @@
-// PTX ISA "barrier.cluster", "mapa" and "ld.shared::cluster" (sm_90): CTAs that run at a time and
-// read each other's shared memory.
+// PTX ISA "barrier.cluster", "mapa" and "ld.shared::cluster" (sm_90): CTAs that run at the same
+// time and read each other's shared memory.
 #pragma once
 #include <cstdint>
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ uint32_t cluster_size() {
   return size;
 }
 
-// All threads of all CTAs of the cluster; what they wrote before it is seen after it.
+// A barrier for all threads of all CTAs of the cluster; writes before it are visible after it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -25,7 +25,8 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// The same for who has only read since: writes before it may be seen later.
+// The same for threads that have only read since the last barrier: their writes may become visible
+// later.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile(
       "barrier.cluster.arrive.relaxed.aligned;\n"
@@ -33,7 +34,7 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
           : "memory");
 }
 
-// The same place in the shared memory of another CTA.
+// The same address in the shared memory of another CTA.
 __device__ __forceinline__ uint32_t map_shared(uint32_t shared, uint32_t rank) {
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(mapped) : "r"(shared), "r"(rank));

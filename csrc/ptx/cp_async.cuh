@@ -1,5 +1,5 @@
 // PTX ISA "Data Movement and Conversion: Non-bulk copy" (sm_80 and newer). On Turing the same
-// through a register: the copy is done when the call is, and there is nothing to wait for.
+// through a register: the copy is complete when the call returns, and waits do nothing.
 #pragma once
 #include <cstdint>
 
@@ -18,8 +18,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// cp.async.cg: 16 bytes, past L1; zeros, and nothing is read, unless valid. (A source size that is
-// neither 0 nor 16 costs a dozen instructions.)
+// cp.async.cg: 16 bytes, past L1. Unless valid, writes zeros and reads nothing. (A source size that
+// is neither 0 nor 16 costs a dozen instructions.)
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {
   if constexpr (kAsync) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared),

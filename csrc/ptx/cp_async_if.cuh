@@ -4,8 +4,8 @@
 
 namespace flashsci::ptx {
 
-// 16 bytes, past L1, where `wanted`; else nothing is read or written. No branch: what many of these share is
-// computed once.
+// 16 bytes, past L1, where `wanted`; else nothing is read or written. There is no branch, so that
+// calls share their common address arithmetic.
 __device__ __forceinline__ void cp_async_16_if(bool wanted, uint32_t shared, const void* global) {
   asm volatile(
       "{\n"

@@ -4,7 +4,7 @@
 
 namespace flashsci::ptx {
 
-// Four numbers rounded to nearest, the first in the lowest byte; beyond 448 they become 448, NaN
+// Four numbers rounded to nearest, the first in the lowest byte. Numbers beyond 448 become 448; NaN
 // stays NaN.
 __device__ __forceinline__ uint32_t cvt_e4m3x4(float x0, float x1, float x2, float x3) {
   uint32_t word;

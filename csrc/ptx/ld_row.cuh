@@ -1,5 +1,5 @@
-// PTX ISA "ld.global.nc" of 4, 8 and 16 bytes, in the order of the program: what is asked for first comes
-// first. The second-level cache fetches 128 bytes, of which neighbours want the rest.
+// PTX ISA "ld.global.nc" of 4, 8 and 16 bytes, issued in program order. The second-level cache
+// fetches 128 bytes; neighbours use the rest.
 #pragma once
 #include <cuda_runtime.h>
 

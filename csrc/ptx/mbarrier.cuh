@@ -1,4 +1,4 @@
-// PTX ISA "mbarrier" (sm_90; of sm_80 already: init, arrive, poll, cp_async_arrive). Parity: on a
+// PTX ISA "mbarrier" (sm_90; init, arrive, poll and cp_async_arrive already on sm_80). Parity: on a
 // fresh barrier wait(0) blocks and wait(1) returns at once; after phase n completes, wait(n & 1)
 // succeeds until phase n + 1 completes.
 #pragma once
@@ -24,13 +24,14 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t count
                : "memory");
 }
 
-// One arrival, and `bytes` more that the copy engine must deliver before the phase completes.
+// One arrival, plus `bytes` that the copy engine must deliver before the phase completes.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// One arrival, of those that the barrier counts, when all cp.async of this thread before are done.
+// One of the arrivals that the barrier counts, made when all earlier cp.async of this thread are
+// complete.
 __device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
@@ -52,7 +53,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   }
 }
 
-// The same asleep until the phase completes (or a millisecond has passed): a waiting warp costs no
+// The same, asleep until the phase completes (or a millisecond has passed): a waiting warp costs no
 // issue slots.
 __device__ __forceinline__ void mbarrier_sleep(uint32_t barrier, uint32_t parity) {
   uint32_t done;
@@ -79,8 +80,8 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t pa
   return done != 0;
 }
 
-// What sm_80 has for waiting: to ask again and again, with pauses of so many nanoseconds, which leave
-// issue slots to others.
+// The wait of sm_80: it polls, with pauses of the given number of nanoseconds, which leave issue
+// slots to others.
 __device__ __forceinline__ void mbarrier_poll(uint32_t barrier, uint32_t parity,
                                               uint32_t pause = 0) {
   while (!mbarrier_test_wait(barrier, parity)) {

@@ -1,6 +1,6 @@
 // PTX ISA "mma.m16n8k8" (sm_80 and newer), TF32 operands, fp32 accumulator. Lane l, g = l/4, t =
-// l%4. A: (g, t), (g+8, t), (g, t+4), (g+8, t+4); B: (k t, n g), (k t+4, n g); C: {(g, 2t),
-// (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}. Of operands the upper 19 bits count.
+// l%4. A: (g, t), (g+8, t), (g, t+4), (g+8, t+4); B: (k t, n g), (k t+4, n g); C: {(g, 2t), (g,
+// 2t+1), (g+8, 2t), (g+8, 2t+1)}. Only the upper 19 bits of operands count.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// PTX ISA "prefetch": starts bringing the line of an address into a cache.
+// PTX ISA "prefetch": starts to load the line of an address into a cache.
 #pragma once
 
 namespace flashsci::ptx {

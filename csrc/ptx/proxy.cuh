@@ -3,8 +3,7 @@
 
 namespace flashsci::ptx {
 
-// What ordinary writes are known to this thread come before what the copy engine reads for it
-// afterwards.
+// Orders the ordinary writes that this thread knows of before its later reads by the copy engine.
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;\n" ::: "memory");
 }

@@ -1,12 +1,12 @@
-// PTX ISA "st.async" and the halves of "barrier.cluster" (sm_90): what a CTA writes to the shared
-// memory of another one, whose mbarrier counts the bytes.
+// PTX ISA "st.async" and the halves of "barrier.cluster" (sm_90): a CTA writes to the shared memory
+// of another one, whose mbarrier counts the bytes.
 #pragma once
 #include <cstdint>
 
 namespace flashsci::ptx {
 
-// All threads of all CTAs of the cluster arrive, then wait; what they wrote before they arrive is
-// seen by who has waited.
+// All threads of all CTAs of the cluster arrive, then wait; writes before the arrival are visible
+// after the wait.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
 }
@@ -14,7 +14,7 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 }
 
-// mapped, barrier: of one CTA, by map_shared (cluster.cuh).
+// mapped, barrier: addresses in one CTA, by map_shared (cluster.cuh).
 __device__ __forceinline__ void push(uint32_t mapped, const float (&x)[4], uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "

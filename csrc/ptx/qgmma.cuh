@@ -1,8 +1,9 @@
 // PTX ISA "wgmma.mma_async" m64nNk32 of e4m3, fp32 accumulator d[N / 2]: warp w, lane l of the
 // warpgroup, g = l / 4, t = l % 4: d[i] is row 16 w + g + 8 ((i >> 1) & 1), column 8 (i >> 2) + 2 t
 // + (i & 1). A from registers (rs; ss: from shared memory): byte e of a[i] is row 16 w + g + 8 (i &
-// 1), column 16 (i >> 1) + 4 t + e. accumulate 0: d is overwritten. There are no transposed operands
-// of 8 bits: both have their sum innermost. Sums keep about 14 bits, cut off.
+// 1), column 16 (i >> 1) + 4 t + e. accumulate 0: d is overwritten. 8-bit operands cannot be
+// transposed: the summed dimension is innermost in both. Sums keep about 14 bits, the rest is
+// truncated.
 //
 // Qgmma<N>::ss and ::rs for the widths in use: keys of a block, and 64 columns of V, or 8 more.
 #pragma once

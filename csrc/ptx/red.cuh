@@ -3,8 +3,8 @@
 
 namespace flashsci::ptx {
 
-// Of a pointer that the compiler does not know to be global, atomicAdd asks at run time where it
-// points, and waits for the sum.
+// red instead of atomicAdd: on a pointer that the compiler does not know to be global, atomicAdd
+// tests the address space at run time, and waits for the sum.
 __device__ __forceinline__ void red_add(float* global, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(global), "f"(value) : "memory");
 }

@@ -3,9 +3,9 @@
 
 namespace flashsci::ptx {
 
-// The largest x of the warp. Of a value that all lanes share it is that value, and the result lives
-// in a uniform register: what is warp-uniform but loaded or shuffled stops costing vector
-// registers. (On Turing five shuffles, and an ordinary register.)
+// The largest x of the warp. For a value that all lanes share it is that value, and the result is
+// in a uniform register: values that are warp-uniform but were loaded or shuffled no longer take
+// vector registers. (On Turing: five shuffles, and an ordinary register.)
 __device__ __forceinline__ int redux_max(int x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   for (int lanes = 16; lanes > 0; lanes /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, lanes));

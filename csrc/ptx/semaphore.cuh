@@ -1,5 +1,5 @@
-// PTX ISA "ld.acquire", "red.release", "fence.proxy.async" on global memory (sm_90): turns that
-// CTAs take at what the copy engine writes.
+// PTX ISA "ld.acquire", "red.release", "fence.proxy.async" on global memory (sm_90): CTAs take
+// turns at writes of the copy engine.
 #pragma once
 #include <cstdint>
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void add_release(int* global, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;\n" ::"l"(global), "r"(value) : "memory");
 }
 
-// Between ordinary accesses and those of the copy engine to global memory.
+// Orders ordinary accesses and those of the copy engine to global memory.
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;\n" ::: "memory");
 }

@@ -22,12 +22,12 @@ __device__ __forceinline__ bool elect() {
   return chosen != 0;
 }
 
-// Named barriers 0 .. 15 (0 is __syncthreads); threads = those that arrive plus those that wait.
+// Named barriers 0 .. 15 (0 is __syncthreads); threads = arriving plus waiting threads.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Whether x holds in all of them.
+// Whether x holds in all threads of the barrier.
 __device__ __forceinline__ bool barrier_all(int id, int threads, bool x) {
   int all;
   asm volatile(
@@ -43,8 +43,8 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Programmatic dependent launch: what follows in the stream may start once all CTAs have said so;
-// it waits for this kernel to end before it reads anything.
+// Programmatic dependent launch: the next kernel in the stream may start once all CTAs have called
+// this; it waits for the end of this kernel before it reads anything.
 __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }

@@ -19,16 +19,16 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Ties accumulators to this point: the wait does not name them, so reads might move above it. No
-// instruction.
+// Ties accumulators to this point: the wait does not name them, so reads might move above it. It
+// emits no instruction.
 template <int kCount>
 __device__ __forceinline__ void wgmma_tie(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// ptxas moves nothing across a branch, in particular no wgmma_wait above what precedes it. x: a
-// value >= 0 that takes part in what shall come before.
+// ptxas moves nothing across a branch, in particular no wgmma_wait above the code before it. x: a
+// value >= 0 that the preceding code computes.
 __device__ __forceinline__ void schedule_fence(float x) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@!p bra.uni PASSED;\n"

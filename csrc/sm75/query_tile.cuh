@@ -1,4 +1,4 @@
-// What a CTA that owns query rows works on: which rows, and which keys they see.
+// The work of a CTA that owns query rows: its rows, and the keys they see.
 #pragma once
 #include <cstdint>
 
@@ -20,8 +20,8 @@ struct QueryTile : TileOfSequence {
                                  p.seq_q, 0, p.seq_k}) {}
 };
 
-// Key tiles [first_tile, end_tile) that any row of the CTA sees, and what a warp sees of them: some
-// of its rows see keys [seen_begin, seen_end), all of them [full_begin, full_end).
+// Key tiles [first_tile, end_tile) that any row of the CTA sees, and the keys of a warp: some of
+// its rows see keys [seen_begin, seen_end), all of them [full_begin, full_end).
 template <class C>
 struct VisibleKeys {
   int first_tile, end_tile, seen_begin, seen_end, full_begin, full_end;
@@ -38,7 +38,7 @@ struct VisibleKeys {
     full_begin = window.begin(warp_last_row);
     full_end = window.end(warp_row);
   }
-  // Some rows of the warp see some keys of the tile; not all rows see all of them.
+  // Whether some rows of the warp see some keys of the tile; whether not all rows see all of them.
   __device__ __forceinline__ bool seen(int tile) const {
     const int first_key = tile * C::kBlockK;
     return first_key < seen_end && first_key + C::kBlockK > seen_begin;

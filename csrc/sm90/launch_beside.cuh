@@ -8,8 +8,8 @@
 
 namespace flashsci::sm90 {
 
-// Starts beside what precedes it in the stream: the time that a launch takes is spent meanwhile.
-// The kernel waits for its end (ptx::wait_for_prerequisites) before it reads or writes memory.
+// Starts before its predecessor in the stream ends, which hides the launch time. The kernel waits
+// for that end (ptx::wait_for_prerequisites) before it reads or writes memory.
 template <auto kKernel, class... Arguments>
 cudaError_t launch_beside(int64_t blocks, int threads, int shared, cudaStream_t stream,
                           const Arguments&... arguments) {

@@ -1,6 +1,6 @@
-// What one copy of a tensor map moves: a type that the host encodes maps with and the device counts
-// bytes with, so that what a barrier expects cannot differ from what is loaded. A barrier expects
-// the sizes of the stages it guards; every load asserts that its boxes fill its stage.
+// The box of one copy of a tensor map: a type with which the host encodes maps and the device
+// counts bytes, so that a barrier cannot expect other sizes than are loaded. A barrier expects the
+// sizes of the stages it guards; every load asserts that its boxes fill its stage.
 #pragma once
 
 namespace flashsci::sm90 {

@@ -30,7 +30,7 @@ inline EncodeTiled encode_tiled() {
   return reinterpret_cast<EncodeTiled>(function);
 }
 
-// The innermost four dims and strides (elements) that TMA walks beside the head dimension.
+// The innermost four dims and strides (elements) that TMA walks in addition to the head dimension.
 struct MapDims {
   int64_t size[4];    // rows, heads, batch1, batch0
   int64_t stride[4];  // the same, in elements
@@ -43,7 +43,7 @@ inline MapDims dense_dims(const FlashsciStrides& s, int64_t rows, int64_t heads,
 
 // A packed [H, T, D] tensor cut exactly at any row by one more dimension: the box of `len` <=
 // box_rows rows from `row` on is at (box_rows - len, row + len - box_rows, head), since its rows
-// overstep the first dimension from len on. It cannot end before row box_rows of the tensor.
+// exceed the first dimension from len on. It cannot end before row box_rows of the tensor.
 inline MapDims cut_dims(const FlashsciStrides& s, int64_t rows, int64_t heads, int box_rows) {
   return {{box_rows, rows < box_rows ? 1 : rows - box_rows + 1, heads, 1},
           {s.row, s.row, s.head, 0}};
@@ -58,10 +58,9 @@ inline constexpr MapElement kFloat16 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2};
 inline constexpr MapElement kFloat32 = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4};
 inline constexpr MapElement kByte = {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
 
-// Boxes of box_columns (32, 64 or 128 bytes: the swizzle; others: none), box_rows, and box_next of the dimension after
-// these; zeros beyond the tensor.
-// Not supported: a base that is not 16-byte aligned, strides that are not multiples of 16 bytes or
-// reach 2^40.
+// Boxes of box_columns (32, 64 or 128 bytes: the swizzle; others: none), box_rows, and box_next of
+// the dimension after these; zeros beyond the tensor. Not supported: a base that is not 16-byte
+// aligned, strides that are not multiples of 16 bytes or reach 2^40.
 inline cudaError_t encode_map(CUtensorMap* map, const void* base, const MapElement& element,
                               int columns, const MapDims& dims, int box_columns, int box_rows,
                               int box_next = 1) {
@@ -73,7 +72,7 @@ inline cudaError_t encode_map(CUtensorMap* map, const void* base, const MapEleme
                              1, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   for (int i = 0; i < 4; ++i) {
-    // Of a single row: never used.
+    // The stride of a single row is never used.
     const int64_t bytes = dims.size[i] > 1 ? dims.stride[i] * element.bytes : 16;
     if (bytes % 16 != 0 || bytes < 0 || bytes >= int64_t{1} << 40) return cudaErrorNotSupported;
     if (dims.size[i] < 1 || dims.size[i] > int64_t{1} << 31) return cudaErrorNotSupported;
@@ -95,7 +94,7 @@ inline cudaError_t encode_map(CUtensorMap* map, const void* base, const MapEleme
   };
   CUresult result = write();
   int device;
-  // The first call of a thread: the runtime would bind the context by itself, the driver does not.
+  // The first call of a thread: the runtime binds the context by itself, the driver does not.
   if (result != CUDA_SUCCESS && result != CUDA_ERROR_INVALID_VALUE &&
       cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess)
     result = write();

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The files that this rule holds for: Markdown pages by their prose, Python files by their docstrings. Add patterns here.
+#: The files that this rule holds for: Markdown pages by their prose, Python files by their docstrings, C++ files by
+#: their comments. Add patterns here.
 SCOPE = [
     "README.md",
     "CHANGELOG.md",
@@ -27,6 +28,10 @@ SCOPE = [
     "docs/develop/kernels/*.md",  # not their logs
     "docs/results/*.md",
     "flashsci/**/*.py",
+    "csrc/**/*.h",
+    "csrc/**/*.cpp",
+    "csrc/**/*.cuh",
+    "csrc/**/*.cu",
 ]
 RELATIVE = re.compile(
     r"(?:(?:Of|To|By|In|From|With) (?:what|which|whom|those that)|Whatever|Whatsoever|What|Whose|Whoever|Who|Which"
@@ -51,6 +56,24 @@ def docstrings(source: str) -> Iterator[str]:
                 yield from blocks(re.sub(r"^\s*>>>.*$", "", found, flags=re.M))
 
 
+def comments(source: str) -> Iterator[str]:
+    """The blocks of // comments of a C++ file, each as paragraphs; a comment after code is a block of its own."""
+    block: list[str] = []
+    for line in [*source.split("\n"), ""]:
+        code, mark, text = line.partition("//")
+        if mark and not code.strip():
+            # "Roles     One CTA ..." begins a part of a kernel's header, "  - ..." an item of a list.
+            block.append(re.sub(r"^ (?:[A-Z]\w+ {2,}|\s*- )", "\n\n", text))
+            continue
+        yield from blocks(re.sub(r"^ {5,}", " ", "\n".join(block), flags=re.M))
+        block = []
+        if mark and code.count('"') % 2 == 0:
+            yield from blocks(text)
+
+
+PROSE = {".py": docstrings, ".md": blocks}
+
+
 def sentences(block: str) -> list[str]:
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", block)
     plain = re.sub(r"[*_]{2}|``?", "", plain)
@@ -59,7 +82,7 @@ def sentences(block: str) -> list[str]:
 
 def faults(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
-    found = docstrings(text) if path.suffix == ".py" else blocks(text)
+    found = PROSE.get(path.suffix, comments)(text)
     return [
         sentence
         for block in found
@@ -94,6 +117,23 @@ def test_the_rule(text, wrong, tmp_path):
         f'def f():\n    """Title.\n\n    {text.replace(chr(10), chr(10) + "    ")}\n    """\n'
     )
     assert bool(faults(module)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("// What a CTA\n// copies.\nint x;\n", True),
+        ("// A CTA copies a tile.\n//\n// What a CTA copies.\n", True),
+        ("// One line, in which\n// What begins a line. A CTA copies.\n", False),
+        ("// Maths     s = q k\n// Roles     Those that\n//           load, load.\n", True),
+        ("int x;  // Whose it is.\n", True),
+        ('const char* x = "// What is text.";\n', False),
+    ],
+)
+def test_the_rule_in_comments(code, wrong, tmp_path):
+    header = tmp_path / "header.cuh"
+    header.write_text(code)
+    assert bool(faults(header)) == wrong
 
 
 def test_patterns_find_files():

@@ -11,7 +11,8 @@
 
 namespace flashsci::paged {
 
-// The sequence of a token, or -1. Offsets grow; where they do not, any.
+// The sequence of a token, or -1. Offsets should grow; where they do not, the result is any
+// sequence.
 __device__ __forceinline__ int sequence_of(const FlashsciPagedParams& p, int token) {
   const int low = last_before(p.sequences + 2, [&](int i) {  // segments, as in core/varlen.cuh
     return segment_begin(p.cu_seqlens_q, i, p.sequences, p.tokens) <= token;
@@ -19,8 +20,8 @@ __device__ __forceinline__ int sequence_of(const FlashsciPagedParams& p, int tok
   return low >= 1 && low <= p.sequences ? low - 1 : -1;
 }
 
-// Whether the kernel before has slots with all rows of a token: else they are of no sequence, or
-// offsets do not grow. By a whole warp.
+// Whether the previous kernel has slots with all rows of a token. If not, the rows are of no
+// sequence, or offsets do not grow. Called by a whole warp.
 template <class C>
 __device__ __forceinline__ bool has_slots(const Args& a, int token) {
   const FlashsciPagedParams& p = a.p;
@@ -40,7 +41,7 @@ __device__ __forceinline__ bool has_slots(const Args& a, int token) {
   return __all_sync(0xffffffffu, found);
 }
 
-// A part of a row of out, which has 64 columns for each pair of a lane's.
+// Writes a row of out: a lane has one pair of each 64 columns.
 template <class Op, class C>
 __device__ __forceinline__ void write_row(const FlashsciPagedParams& p, int token, int head,
                                           const float2 (&x)[C::kHeadDim / 64], float factor,
@@ -55,9 +56,10 @@ __device__ __forceinline__ void write_row(const FlashsciPagedParams& p, int toke
   if (lane == 0 && p.lse != nullptr) p.lse[int64_t{head} * p.tokens + token] = lse * kLn2;
 }
 
-// The sum of the pieces of a row, each with its weight: pieces of CTAs from `first` to `last`, of whose
-// lse lane l has that of CTA first + l in `own`. By a whole warp. load(base) brings those from the
-// base-th on into `parts`, where the first ones are. Returns lse, and what the sum is multiplied by.
+// The weighted sum of the pieces of a row: pieces of CTAs from `first` to `last`. Lane l has the
+// lse of CTA first + l in `own`. Called by a whole warp. load(base) brings the pieces from the
+// base-th on into `parts`, which holds the first ones at entry. Returns lse, and the factor of the
+// sum.
 template <int kTogether, int kPairs, class Load, class LseOf>
 __device__ __forceinline__ float2 add_pieces(float2 (&sum)[kPairs],
                                              float2 (&parts)[kTogether][kPairs], float own,
@@ -94,11 +96,11 @@ __device__ __forceinline__ float2 add_pieces(float2 (&sum)[kPairs],
   return make_float2(weights == 0.f ? -INFINITY : reference + ptx::lg2_approx(weights), factor);
 }
 
-inline constexpr int kCombiningWarps = 4;  // of a CTA
+inline constexpr int kCombiningWarps = 4;  // per CTA
 
-// CTA c of the kernel before may have left the beginning of a tile: CTA c of this one puts its first
-// 16 rows together, the c-th after so many CTAs the next 16. While it waits for the pieces it writes
-// the rows of no sequence.
+// CTA c of the previous kernel may have left the beginning of a tile: CTA c of this one combines
+// its first 16 rows, CTA c + ctas the next 16, and so on. While a CTA waits for the pieces it
+// writes the rows of no sequence.
 template <class Op, class C>
 __global__ void __launch_bounds__(kCombiningWarps * 32, 8)
     combine_kernel(const __grid_constant__ Args a) {
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 8)
   const int first = static_cast<int>(blockIdx.x) % a.plan.ctas;
   const int tier = static_cast<int>(blockIdx.x) / a.plan.ctas;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  constexpr int kPairs = C::kHeadDim / 64;  // of columns, of a lane
+  constexpr int kPairs = C::kHeadDim / 64;  // pairs of columns per lane
   if (tier == 0) {
 #pragma unroll 1
     for (int token = first * kCombiningWarps + warp; token < p.tokens;
@@ -117,8 +119,8 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 8)
     }
   }
   C::Isa::wait_for_prerequisites();
-  // Pieces are on their way together with what says how many there are, and some at a time: a loop
-  // would wait for memory at each.
+  // The pieces are loaded together with the cut that gives their number, and several at a time: a
+  // loop would wait for memory at each piece.
   const Cut cut = a.plan.cuts[first];
 #pragma unroll 1
   for (int r = tier * kWarpRows + warp; r < (tier + 1) * kWarpRows; r += kCombiningWarps) {

@@ -1,4 +1,4 @@
-// What every warp of paged_kernel begins with, and what the computing ones go on with.
+// The beginning of every warp of paged_kernel, and the work of the computing warps.
 #pragma once
 #include <cstdint>
 
@@ -10,12 +10,12 @@
 
 namespace flashsci::paged {
 
-// Of a CTA that has no block.
+// For a CTA that has no block.
 __device__ __forceinline__ void leave_no_cut(const Plan& plan) {
   if (threadIdx.x == 0) plan.cuts[blockIdx.x].last = -1;
 }
 
-// loads: arrivals that make a block of K or V full.
+// loads: number of arrivals that make a block of K or V full.
 template <class C>
 __device__ __forceinline__ void init_barriers(Storage<C>& shared, int stages, int loads) {
   const auto init = [](uint64_t& barrier, int count) {
@@ -31,7 +31,8 @@ __device__ __forceinline__ void init_barriers(Storage<C>& shared, int stages, in
   init(shared.sums_full, kWarps), init(shared.sums_empty, 1);
 }
 
-// By all threads of a CTA, when there may be a plan: work(cursor, runs), if there is any.
+// Called by all threads of a CTA once there may be a plan: calls work(cursor, runs) if the CTA has
+// work.
 template <class C, class Work>
 __device__ __forceinline__ void for_run(Storage<C>& shared, const Args& a, const Work& work) {
   static_assert(sizeof(shared.sums) >= sizeof(Planning), "which nobody needs yet");
@@ -57,8 +58,8 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int w
     const float v_scale = shared.v_scale[stage];
     Part<Op, Format, C> part(shared, a, rows, stage, warp);
     part.run(turn);
-    part.release(shared.q_empty[stage]);  // and of what is there beside Q, which was copied
-    C::Isa::wait(shared.sums_empty, (handed & 1) ^ 1);  // what was left before has been read
+    part.release(shared.q_empty[stage]);                // and the tile's copied data
+    C::Isa::wait(shared.sums_empty, (handed & 1) ^ 1);  // the previous sums have been read
     more = rows.tile.more;
     if (rows.rows > kFewRows<C> || (!more && !C::kSharesLast)) {
       gather(part, v_scale);

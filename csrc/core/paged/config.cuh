@@ -1,5 +1,5 @@
-// What the kernels of paged attention share, whatever generation they are for: tile shapes, shared
-// memory, arguments, and how the work is cut.
+// The common part of the paged attention kernels of all generations: tile shapes, shared memory,
+// arguments, and the division of the work.
 #pragma once
 #include <cstdint>
 
@@ -10,42 +10,42 @@
 
 namespace flashsci::paged {
 
-inline constexpr int kRows = 64;       // of a tile: (query, head of the group) pairs
-inline constexpr int kWarpRows = 16;   // of a tile: what a warp has
+inline constexpr int kRows = 64;       // per tile: (query, head of the group) pairs
+inline constexpr int kWarpRows = 16;   // rows of a tile per warp
 inline constexpr int kSmallPage = 16;  // pages are multiples of it
-inline constexpr int kWarps = 8;       // that compute
+inline constexpr int kWarps = 8;       // computing warps
 inline constexpr int kChunk = 16;      // keys that a warp multiplies at a time
 inline constexpr int kComputingThreads = kWarps * 32;
-inline constexpr int kThreads = kComputingThreads + 128;  // K, V, Q and merging have a warp each
+inline constexpr int kThreads = kComputingThreads + 128;  // K, V, Q and merging have one warp each
 
-// Warps from kWarps on.
+// Roles of the warps from kWarps on.
 enum Role { kLoadsKeys, kLoadsValues, kLoadsQueries, kMerges };
 
-// kBytes: of an element of the caches. kJoined: the boxes of a row of K or V, which are two, lie side by
-// side, as copies bring them that take whole rows. A generation adds its ring, what it waits with (Isa), and what
-// its registers and shared memory allow: kKeepsQ, in registers; kSharesLast, gather_few; kSlices of
-// the columns of V, each with warps of its own that all compute S; kSumColumns, of a box that the
-// warps' sums have at a time.
+// kBytes: size of an element of the caches. kJoined: the two boxes of a row of K or V are
+// neighbours in shared memory, as copies of whole rows write them. A generation adds its ring, its
+// waiting instructions (Isa), and choices that depend on its registers and shared memory: kKeepsQ,
+// Q in registers; kSharesLast, gather_few; kSlices of the columns of V, each with its own warps,
+// all of which compute S; kSumColumns, the columns of a box that the warps' sums hold at a time.
 template <int kHeadDim_, int kBytes_, int kBlockK_, bool kJoined_ = false>
 struct Shape {
   static constexpr bool kJoined = kJoined_;
   static constexpr int kHeadDim = kHeadDim_, kBytes = kBytes_, kBlockK = kBlockK_;
-  static constexpr int kColumns = kHeadDim * kBytes < 128 ? kHeadDim : 128 / kBytes;  // of a box
+  static constexpr int kColumns = kHeadDim * kBytes < 128 ? kHeadDim : 128 / kBytes;  // per box
   static constexpr int kRowBytes = kColumns * kBytes, kBoxBytes = kBlockK * kRowBytes;
   static constexpr int kBoxes = kHeadDim / kColumns;
   static constexpr int kPitch = kJoined ? kBoxes * kRowBytes : kRowBytes;  // from row to row
   static_assert(!kJoined || (kBoxes == 2 && kRowBytes == 128), "the order of keys in part.cuh");
   static constexpr int kKVBytes = kBlockK * kHeadDim * kBytes;
-  static constexpr int kQStages = kHeadDim == 256 ? 1 : 2;  // tiles whose Q is there
+  static constexpr int kQStages = kHeadDim == 256 ? 1 : 2;  // tiles whose Q is stored at a time
   static constexpr int kQBytes = kRows * kHeadDim * 2;
 };
 
-// Warps that share the keys.
+// The number of warps that share the keys.
 template <class C>
 inline constexpr int kKeyWarps = kWarps / C::kSlices;
 
-// Where 16 bytes of a row of K or V are in a block: lanes that read 8 of them together meet no bank
-// twice.
+// The offset of 16 bytes of a row of K or V in a block: 8 lanes that read together have no bank
+// conflicts.
 template <class C>
 __device__ __forceinline__ int cache_place(int box, int row, int piece) {
   const int line = C::kJoined ? row * C::kBoxes + box : row;
@@ -53,17 +53,17 @@ __device__ __forceinline__ int cache_place(int box, int row, int piece) {
          (piece ^ line * C::kRowBytes / 128 % (C::kRowBytes / 16)) * 16;
 }
 
-// Rows of a tile that warps compute, of which so many are there.
+// The number of rows of a tile that warps compute, for a given number of real rows.
 __device__ __forceinline__ constexpr int padded_rows(int rows) {
   return (rows + kWarpRows - 1) / kWarpRows * kWarpRows;
 }
 
-// A tile of rows, which every head of K and V has.
+// A tile of rows; every head of K and V has it.
 struct alignas(16) Slot {
   int sequence;               // -1: no rows
   int first_row;              // (query, head) pair in the sequence
-  int first_block;            // of the keys that some row sees
-  int blocks;                 // at least one where there are rows, which must be written
+  int first_block;            // first block of keys that some row sees
+  int blocks;                 // at least one if there are rows, since rows must be written
   int first_q, seq_q, seq_k;  // of the sequence
   int unused;
 };
@@ -71,9 +71,9 @@ struct alignas(16) Slot {
 // A slot and head as a CTA works on it.
 struct Tile {
   Slot slot;
-  int head, block, last;  // blocks [block, last) of those of the slot
-  int begin;              // of all units: that of the slot's first block for this head
-  bool more;              // tiles to come
+  int head, block, last;  // blocks [block, last) of the slot's
+  int begin;              // the slot's first block for this head, as an index into all units
+  bool more;              // more tiles follow
 };
 
 // A stage of the ring.
@@ -86,21 +86,21 @@ struct Block {
 template <class C>
 struct Storage {
   unsigned char q[C::kQStages][C::kQBytes];  // queries.cuh: query_place
-  // P V of each warp's keys: of few rows all columns, of more some at a time.
+  // P V of each warp's keys: all columns of few rows, or some columns of more rows at a time.
   float sums[kWarps][kWarpRows][C::kSumColumns];
-  float2 statistics[kWarps][kWarpRows];                    // of their softmax: offset, sum
-  float q_units[C::kQStages][C::kBytes == 1 ? kRows : 1];  // what Q is a multiple of
+  float2 statistics[kWarps][kWarpRows];                    // of the softmax: offset, sum
+  float q_units[C::kQStages][C::kBytes == 1 ? kRows : 1];  // the units of Q
   float k_scale[C::kQStages], v_scale[C::kQStages];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
   uint64_t q_full[C::kQStages], q_empty[C::kQStages];
-  uint64_t sums_full, sums_empty;  // of few rows
+  uint64_t sums_full, sums_empty;  // for tiles of few rows
   Tile tiles[C::kQStages];
-  int32_t pages[2][C::kAhead][C::kCopies];             // of the blocks to come: for K, for V
-  alignas(C::kAlignment) Block<C> blocks[C::kStages];  // last: there may be fewer
+  int32_t pages[2][C::kAhead][C::kCopies];             // of the next blocks: for K, for V
+  alignas(C::kAlignment) Block<C> blocks[C::kStages];  // last member: there may be fewer
 };
 
-// The blocks of a CTA one after another: how many there were, and where in the ring the next one is.
+// The sequence of a CTA's blocks: how many have passed, and the next one's stage in the ring.
 struct Turn {
   uint32_t count = 0, stage = 0, parity = 0;
   __device__ __forceinline__ void next(int stages) {
@@ -109,8 +109,8 @@ struct Turn {
   }
 };
 
-// Of 8-bit caches: [sequence, head of K and V], or none, 1; times what their numbers, as they are
-// widened, are multiples of.
+// The scale of an 8-bit cache: [sequence, head of K and V], or 1 without values; times the unit of
+// its widened numbers.
 struct Scale {
   const float* values;
   int64_t sequence, head;  // strides
@@ -120,20 +120,20 @@ struct Scale {
   }
 };
 
-// A tile of which a CTA has the beginning, but not the end.
+// A tile whose beginning, but not its end, belongs to a CTA.
 struct alignas(16) Cut {
   int last;  // CTA that has the end; -1: there is no such tile
   int head, first_q, first_row, rows;
 };
 
-// In the workspace, but for the numbers. plan_kernel writes slots and first.
+// The plan; its arrays are in the workspace. plan_kernel writes slots and first.
 struct Plan {
   Slot* slots;
   int* first;          // [count + 1]: units of the slots before, in one head
-  Cut* cuts;           // [CTA]
+  Cut* cuts;           // [count + 1]: units before a slot, in one head
   float* partial_out;  // [CTA][2][kRows][kHeadDim], normalised: of the first and the last piece
-  float* partial_lse;  // [CTA][2][kRows], log2
-  int count;           // slots
+  float* partial_lse;  // [CTA][2][kRows][kHeadDim], normalised: the first and the last piece
+  int count;           // [CTA][2][kRows], log2
   int ctas;
 };
 
@@ -158,38 +158,40 @@ struct Sequence {
   }
 };
 
-// What a CTA is given work by: a unit for each block, and one before them for what else a tile costs,
-// which is as long as a block. Else a CTA with many short sequences would be the last.
+// The cost of a slot for the division of the work, in units: one for each block, and one before
+// them for the tile's other costs, which take as long as a block. Otherwise a CTA with many short
+// sequences would finish last.
 __device__ __forceinline__ int units_of(const Slot& slot) {
   return slot.blocks == 0 ? 0 : slot.blocks + 1;
 }
 
-// Units of the slots in a row, for one head after the other, are cut into equal runs, one for each
-// CTA. If heads divide the number of CTAs, each has one head, and those of the other heads read the
-// same rows of the same pages at the same time: rows of heads lie side by side in DRAM. Quotients
-// are exact: nothing divided has more than 40 bits.
+// The units of all slots in a row, for one head after the other, are cut into equal runs, one for
+// each CTA. If heads divide the number of CTAs, each CTA has one head, and the CTAs of other heads
+// read the same rows of the same pages at the same time: the heads of a row are neighbours in DRAM.
+// Quotients are exact: no dividend has more than 40 bits.
 struct Runs {
   int units;  // of one head
   int total, ctas;
   __device__ __forceinline__ Runs(int units_, int heads, int all_ctas)
       : units(units_), total(units * heads), ctas(min(all_ctas, total)) {}
-  // `cta`: up to the number of all, of which the last may have none.
+  // `cta`: up to and including the number of all; the last CTAs may have no units.
   __device__ __forceinline__ int begin(int cta) const {
     return cta >= ctas ? total : static_cast<int>(static_cast<double>(cta) * total / ctas);
   }
-  // The CTA that has this unit of all.
+  // The CTA that has this unit, counted over all heads.
   __device__ __forceinline__ int cta_of(int unit) const {
     return static_cast<int>((static_cast<double>(unit + 1) * ctas - 1) / total);
   }
 };
 
-// Where the partial results of a CTA's piece are: it has at most two that are not whole, one that
-// began before it and one that ends behind it.
+// The index of a CTA's partial results: a CTA has at most two pieces that are not whole, one that
+// began before it and one that ends after it.
 __device__ __forceinline__ int64_t piece_of(int cta, bool begins_there) {
   return int64_t{cta} * 2 + begins_there;
 }
 
-// The last of `count` places of which `before` holds, which it does of the first. By whole warps: a 32-ary search.
+// The last of `count` indices for which `before` holds; it must hold for the first. Called by whole
+// warps: a 32-ary search.
 template <class Before>
 __device__ __forceinline__ int last_before(int count, const Before& before) {
   const int lane = threadIdx.x % 32;
@@ -197,27 +199,27 @@ __device__ __forceinline__ int last_before(int count, const Before& before) {
   while (high - low > 1) {
     const int step = (high - low + 31) / 32, probe = low + lane * step;
     const unsigned fails = __ballot_sync(0xffffffffu, !(probe < high && before(probe)));
-    // Up to the first that fails: so the end is between one that holds and one that does not, also
-    // where those before do not all hold.
+    // Up to the first lane that fails. So the result is an index where `before` holds followed by
+    // one where it does not, even if it does not hold for all indices before.
     low += ((fails == 0 ? 32 : __ffs(fails) - 1) - 1) * step;
     high = min(high, low + step);
   }
   return low;
 }
 
-// Where a CTA begins.
+// The beginning of a CTA's run.
 struct Start {
-  int index, unit;  // of the slot; of its units
+  int index, unit;  // index of the slot; unit within the slot
   Slot slot;
 };
 
-// A position in the blocks that a CTA has, tile after tile.
+// A position among the blocks of a CTA, tile after tile.
 struct Cursor {
   const Slot* slots;
-  int count;              // of them
-  int at, end;            // unit of all, and the first that is not the CTA's
-  int index;              // of the slot
-  Slot slot, next;        // the next is on its way while this one is worked on
+  int count;              // number of slots
+  int at, end;            // unit over all heads, and the first unit past the CTA's
+  int index;              // index of the slot
+  Slot slot, next;        // the next slot is loaded during the work on this one
   int head, block, last;  // blocks [block, last) of the slot
 
   __device__ __forceinline__ Cursor(const Plan& plan, const Runs& runs, int begin, int end_,

@@ -1,4 +1,4 @@
-// What a cache holds, and how products take it.
+// The number formats of caches, and the operands that products take from them.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -11,9 +11,9 @@ __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-// 8-bit floats are widened to fp16, which is exact: kUnit times the fp16 number is theirs. keys: of a
-// lane's 16 bytes of a row of K, what its product i takes. values: of words of two rows of V, columns
-// pair by pair.
+// 8-bit floats are widened to fp16, which is exact: the number is kUnit times the fp16 number.
+// keys: the operand of product i, from a lane's 16 bytes of a row of K. values: operands from words
+// of two rows of V, two columns at a time.
 template <uint2 (*kWiden)(uint32_t), int kUnit_ = 1>
 struct Narrow {
   static constexpr int kBytes = 1;

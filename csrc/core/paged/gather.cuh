@@ -1,5 +1,5 @@
-// The end of a tile: what warps have of other keys is added up, and written. Where rows are few a warp
-// of its own does that, while the others are at the next tile.
+// The end of a tile: sums of warps with different keys are added and written. If rows are few, a
+// separate warp does that while the others work on the next tile.
 #pragma once
 #include <cstdint>
 
@@ -12,7 +12,7 @@ namespace flashsci::paged {
 
 enum NamedBarrier { kComputing = 1 };  // 0 is __syncthreads
 
-// lse in powers of two of a row and one more logit, and what the output is multiplied by.
+// The lse (in powers of two) of a row with one more logit, and the factor of its output.
 __device__ __forceinline__ float2 with_logit(float lse, float logit) {
   const float top = fmaxf(lse, logit);
   if (top == -INFINITY) return make_float2(-INFINITY, 0.f);
@@ -20,7 +20,7 @@ __device__ __forceinline__ float2 with_logit(float lse, float logit) {
   return make_float2(top + ptx::lg2_approx(sum), own / sum);
 }
 
-// Rows of a whole tile go to out and lse, of another to the workspace.
+// Writes rows: of a whole tile to out and lse, of a partial tile to the workspace.
 template <class Op, class C>
 struct Writer {
   const Args& a;
@@ -35,7 +35,7 @@ struct Writer {
         whole(rows.tile.block == 0 && rows.tile.last == rows.tile.slot.blocks),
         piece(piece_of(blockIdx.x, rows.tile.block == 0)) {}
 
-  // Four columns of row r. offset, sum: of its softmax; x: of P V, not normalised.
+  // Writes four columns of row r. offset, sum: of its softmax; x: of P V, not normalised.
   __device__ __forceinline__ void write(int r, int column, float4 x, float offset,
                                         float sum) const {
     float factor = sum == 0.f ? 0.f : ptx::rcp_approx(sum) * v_scale;
@@ -61,27 +61,28 @@ struct Writer {
   }
 };
 
-// A lane has eighths 2t and 2t + 1 of a box's columns, which are kFours times four each. Of each
-// eighth kOfPart fours are in a part of the sums.
+// A lane has eighths 2t and 2t + 1 of a box's columns; an eighth is kFours times four columns. A
+// part of the sums has kOfPart fours of each eighth.
 template <class C>
 struct Eighth {
   static constexpr int kFours = C::kColumns / 32, kOfPart = C::kSumColumns / 32;
   static constexpr int kParts = kFours / kOfPart;
-  // The first of four columns, of a box, that have this place in a part.
+  // The first of the four columns of a box at this place in a part.
   static __device__ __forceinline__ int column(int part, int place) {
     return (place / kOfPart * kFours + part * kOfPart + place % kOfPart) * 4;
   }
 };
 
-// Rows of a tile that one warp puts together: as many as there is room for with all their columns where
-// 16 rows have kSumColumns.
+// The largest number of rows of a tile that one warp merges: rows of all columns that fit in the
+// memory of 16 rows of kSumColumns.
 template <class C>
 inline constexpr int kFewRows = kWarpRows * C::kSumColumns * C::kSlices / C::kHeadDim < 8
                                     ? kWarpRows * C::kSumColumns * C::kSlices / C::kHeadDim
                                     : 8;
 
-// Where 4 columns of a row of the sums are: lanes that store, or load, together meet no bank twice.
-// Of a part of a box; of all columns that a warp has, where rows are few.
+// Places of 4 columns of a row of the sums: lanes that store, or load, together have no bank
+// conflicts. part_place is for a part of a box; row_place for all columns of a warp, where rows are
+// few.
 template <class C>
 __device__ __forceinline__ float4* part_place(Storage<C>& shared, int warp, int row, int four) {
   return reinterpret_cast<float4*>(shared.sums[warp][row]) +
@@ -93,8 +94,8 @@ __device__ __forceinline__ float4* row_place(Storage<C>& shared, int warp, int r
          (four ^ row);
 }
 
-// A warp's sums of a part of one box's columns, of its first 8 rows or all. place: of a row and four
-// columns of the part.
+// Stores a warp's sums of a part of one box's columns, for its first 8 rows or all. place(row,
+// four): the address of four columns of the part.
 template <int kHalves, class Op, class Format, class C, class Place>
 __device__ __forceinline__ void leave_sums(const Part<Op, Format, C>& part, int box, int sums,
                                            const Place& place) {
@@ -123,21 +124,21 @@ __device__ __forceinline__ void leave_statistics(const Part<Op, Format, C>& part
   }
 }
 
-// Few rows.
+// Stores all columns of few rows.
 template <class Op, class Format, class C>
 __device__ __forceinline__ void leave_all(const Part<Op, Format, C>& part) {
 #pragma unroll
   for (int i = 0; i < C::kBoxes / C::kSlices * Eighth<C>::kParts; ++i) {
     const int box = i / Eighth<C>::kParts, sums = i % Eighth<C>::kParts;
     leave_sums<1>(part, box, sums, [&](int row, int place) {
-      const int column = box * C::kColumns + Eighth<C>::column(sums, place);  // of the slice
+      const int column = box * C::kColumns + Eighth<C>::column(sums, place);  // in the slice
       return row_place(part.shared, part.warp, row, column / 4);
     });
   }
   leave_statistics(part);
 }
 
-// By one warp: rows [first, end) of a tile of few.
+// Merges rows [first, end) of a tile of few rows; run by one warp.
 template <class Op, class C>
 __device__ __forceinline__ void merge_rows(Storage<C>& shared, const Writer<Op, C>& writer,
                                            int first, int end) {
@@ -146,7 +147,7 @@ __device__ __forceinline__ void merge_rows(Storage<C>& shared, const Writer<Op, 
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (; first < end; first += 32 / kRowLanes) {
-    // Each lane has the statistics of one warp, of one of some rows.
+    // Each lane has the statistics of one warp for one row.
     const float2 own = shared.statistics[lane % kRowLanes][min(first + lane / kRowLanes, end - 1)];
     float offset = own.x;
 #pragma unroll
@@ -179,7 +180,7 @@ __device__ __forceinline__ void merge_rows(Storage<C>& shared, const Writer<Op, 
   }
 }
 
-// Few rows of the last tile, by the computing warps: nothing else is left to do.
+// Few rows of the last tile: the computing warps merge them, since no other work is left.
 template <class Op, class Format, class C>
 __device__ __forceinline__ void gather_few(const Part<Op, Format, C>& part, float v_scale) {
   const Writer<Op, C> writer(part.args, part.rows, v_scale);
@@ -188,7 +189,7 @@ __device__ __forceinline__ void gather_few(const Part<Op, Format, C>& part, floa
   merge_rows(part.shared, writer, part.warp, min(part.warp + 1, part.rows.rows));
 }
 
-// The warp that merges: tile after tile. It also says of which another CTA has the end.
+// The merging warp: tile after tile. It also records the tile whose end belongs to another CTA.
 template <class Op, class C>
 __device__ __forceinline__ void merge(Storage<C>& shared, const Args& a, const Runs& runs) {
   uint32_t handed = 0;
@@ -217,7 +218,7 @@ __device__ __forceinline__ void merge(Storage<C>& shared, const Args& a, const R
   }
 }
 
-// More rows, of some columns, by the computing warps themselves.
+// More rows, some columns at a time, merged by the computing warps themselves.
 template <class Op, class C>
 __device__ __forceinline__ void write_part(Storage<C>& shared, const Writer<Op, C>& writer, int box,
                                            int sums) {
@@ -227,7 +228,7 @@ __device__ __forceinline__ void write_part(Storage<C>& shared, const Writer<Op, 
   for (int i = threadIdx.x; i < rows.rows * kFours * C::kSlices; i += kComputingThreads) {
     const int slice = i / kFours % C::kSlices, four = i % kFours;
     const int r = i / (kFours * C::kSlices), row = r % kWarpRows;
-    // Others' are read, too, and do not count: no load waits for a branch.
+    // Warps of other rows are read too, with no weight: no load waits for a branch.
     const auto has_row = [&](int warp) { return (warp & (rows.tiers - 1)) == r / kWarpRows; };
     float2 statistics[kKeyWarps<C>];
     float4 parts[kKeyWarps<C>];
@@ -267,7 +268,7 @@ __device__ __forceinline__ void gather(const Part<Op, Format, C>& part, float v_
     });
     ptx::barrier_sync(kComputing, kComputingThreads);
     write_part(part.shared, writer, box, sums);
-    ptx::barrier_sync(kComputing, kComputingThreads);  // what was there has been read
+    ptx::barrier_sync(kComputing, kComputingThreads);  // the old contents have been read
   }
 }
 

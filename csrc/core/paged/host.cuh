@@ -1,6 +1,5 @@
-// What the host does whatever generation the kernels are for: the workspace, what is refused,
-// arguments, and which kernels a call is for: from sizes alone, so that a CUDA graph of a call serves
-// any lengths and pages.
+// The host part of all generations: the workspace, refusals, arguments, and the choice of the
+// kernels. It depends on sizes alone, so that a CUDA graph of a call serves any lengths and pages.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -21,7 +20,7 @@ inline int64_t slots_of(const FlashsciPagedParams& p) {
   return int64_t{p.tokens} * (p.heads_q / p.heads_k) / kRows + p.sequences + 2;
 }
 
-// Bytes of the parts of the workspace.
+// Bytes of each part of the workspace.
 struct Parts {
   int64_t slots, first, cuts, out, lse;
   explicit Parts(const FlashsciPagedParams& p) {
@@ -36,20 +35,20 @@ struct Parts {
   int64_t all() const { return slots + first + cuts + out + lse; }
 };
 
-// Whether the kernels count that far. No product here overflows, whatever the sizes are.
-// block: keys of one.
+// Whether the kernels' integers hold the sizes of the call. No product here overflows, for any
+// sizes. block: keys per block.
 inline bool takes_sizes(const FlashsciPagedParams& p, int64_t block) {
   const int64_t keys = int64_t{p.columns} * p.page;
   if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
       p.page % kSmallPage != 0 || keys > FLASHSCI_MAX_SEQ ||
       int64_t{p.tokens} * p.heads_q > FLASHSCI_MAX_SEQ)
     return false;
-  // Units of all slots and heads at the longest lengths: the device's sums of them are of 32 bits.
+  // Units of all slots and heads at the longest lengths: the device sums them in 32 bits.
   const int64_t units = p.heads_k * ((keys + block - 1) / block + 1);
   return slots_of(p) <= INT32_MAX / 2 / units;
 }
 
-// Whether q and out lie as the kernels take them.
+// Whether q and out have the strides and alignment that the kernels need.
 inline bool takes_rows(const FlashsciPagedParams& p) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
   const auto at_16_bytes = [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
@@ -58,7 +57,7 @@ inline bool takes_rows(const FlashsciPagedParams& p) {
          aligned(p.heads_q, p.out_head);
 }
 
-// unit: Format's. stages: of the ring.
+// unit: that of Format. stages: number of stages of the ring.
 inline void fill_args(Args& a, const FlashsciPaged8Params& given, float unit, int stages) {
   const FlashsciPagedParams& p = given.call;
   a.p = p;
@@ -79,13 +78,13 @@ inline void fill_args(Args& a, const FlashsciPaged8Params& given, float unit, in
   take(a.plan.partial_out, parts.out);
   take(a.plan.partial_lse, parts.lse);
   a.plan.count = static_cast<int>(slots_of(p));
-  // Equally many for each head, if that leaves few idle: heads then read the same rows of pages
-  // at the same time.
+  // An equal number of CTAs for each head, if that leaves few idle: heads then read the same rows
+  // of pages at the same time.
   const int all = processors_of(p.device), rest = all % p.heads_k;
   a.plan.ctas = rest * 16 <= all ? all - rest : all;
 }
 
-// launch(head dim) of the kernels whose head dim holds those of the call.
+// Calls launch(head dim) with the smallest head dim of the kernels that holds those of the call.
 template <class Launch>
 cudaError_t launch_head_dim(const FlashsciPagedParams& p, const Launch& launch) {
   switch (padded_dim(p)) {
@@ -98,17 +97,17 @@ cudaError_t launch_head_dim(const FlashsciPagedParams& p, const Launch& launch) 
   }
 }
 
-// CTAs of combine_kernel: one for 16 rows of a tile of each.
+// CTAs of combine_kernel: one for each 16 rows of each CTA's tile.
 inline int64_t combining_ctas(const Args& a) {
   const int64_t rows = std::min<int64_t>(int64_t{a.p.tokens} * a.group, kRows);
   return (rows + kWarpRows - 1) / kWarpRows * a.plan.ctas;
 }
 
 // The calls of a unit. Generation, in the launch.cuh of its folder, has
-//   block_of(head dim, bytes of an element of the caches)    keys of a block,
-//   takes_caches(params, bytes)                              whether its copies find K and V,
-//   E4m3, E5m2                                               how it takes 8-bit floats,
-//   launch<Op, Format, head dim>(params, stream)             what is launched.
+//   block_of(head dim, bytes of an element of the caches)    keys per block,
+//   takes_caches(params, bytes)                              whether its copies can read K and V,
+//   E4m3, E5m2                                               its formats of 8-bit floats,
+//   launch<Op, Format, head dim>(params, stream)             the launch itself.
 template <class Generation, class Op, class Format>
 cudaError_t launch_format(const FlashsciPaged8Params& p, cudaStream_t stream) {
   if (!takes_sizes(p.call, Generation::block_of(padded_dim(p.call), Format::kBytes)) ||
@@ -134,7 +133,7 @@ cudaError_t launch8(const FlashsciPaged8Params& p, cudaStream_t stream) {
                 : launch_format<Generation, Op, typename Generation::E4m3>(p, stream);
 }
 
-// Bytes. element: of the caches.
+// Bytes of the workspace. element: bytes of an element of the caches.
 template <class Generation>
 int64_t workspace_bytes(const FlashsciPagedParams& p, int element) {
   const int64_t block = Generation::block_of(padded_dim(p), element);

@@ -1,4 +1,4 @@
-// Which pages the blocks to come are in.
+// The pages of the next blocks.
 #pragma once
 #include <cstdint>
 
@@ -8,16 +8,16 @@
 
 namespace flashsci::paged {
 
-// Tables are in DRAM, as what they lead to: a warp that waited for both at each short sequence would
-// leave the memory idle. Lanes: which keys of a block a lane looks up, `key`, and whether there are
-// any, `has_keys`. Other copies of the warp by cp.async, at each turn before `ask`, are done
-// kAhead turns later.
+// Tables are in DRAM, like the pages: a warp that waited for both at each short sequence would
+// leave the memory idle. Lanes says which key of a block a lane looks up, `key`, and whether it has
+// one, `has_keys`. Other copies of the warp by cp.async, issued at each turn before `ask`, are
+// complete kAhead turns later.
 template <class C, class Lanes>
 struct Pages {
   const Args& a;
   const Lanes lanes;
-  int32_t (&entries)[C::kAhead][C::kCopies];  // each lane reads what it has written
-  Cursor cursor;                              // of the block that is looked up next
+  int32_t (&entries)[C::kAhead][C::kCopies];  // each lane reads its own writes
+  Cursor cursor;                              // the next block to look up
   uint32_t asked = 0, taken = 0;
 
   __device__ __forceinline__ Pages(const Args& a_, const Lanes& lanes_,
@@ -41,7 +41,8 @@ struct Pages {
     ptx::cp_async_commit();
     ++asked;
   }
-  // That of the next block, for a lane that has keys; the cache's nearest where there is no such page.
+  // The page of the next block, for a lane that has keys; an entry that is no page becomes the
+  // nearest page.
   __device__ __forceinline__ int take() {
     ptx::cp_async_wait<C::kAhead - 1>();
     const int entry = static_cast<int>(ptx::ld_shared(place(taken++)));

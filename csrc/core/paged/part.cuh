@@ -12,14 +12,14 @@
 
 namespace flashsci::paged {
 
-// A tile's rows, a warp's among them, and what they see.
+// A tile's rows, shared by its warps, and the keys that they see.
 struct Rows {
   const Tile tile;
   const int group;  // query heads of a head of K and V
   const Window window;
-  const int rows;                // of the tile
-  const int first_key, end_key;  // that some row sees
-  const int tiers;               // of 16 rows: 1, 2 or 4, to which warps belong in turn
+  const int rows;                // in the tile
+  const int first_key, end_key;  // range of keys that some row sees
+  const int tiers;               // of 16 rows: 1, 2 or 4; warps belong to them in turn
 
   __device__ __forceinline__ Rows(const Args& a, const Tile& tile_)
       : tile(tile_),
@@ -32,7 +32,7 @@ struct Rows {
               : rows <= 2 * kWarpRows ? 2
                                       : 4) {}
 
-  // Row r is a query and one of the heads that share K and V; rows past the last are as that one.
+  // Row r is a query and one of the heads that share K and V; rows past the last repeat the last.
   __device__ __forceinline__ int pair_of(int r) const {
     return tile.slot.first_row + min(r, rows - 1);
   }
@@ -43,18 +43,19 @@ struct Rows {
   }
 };
 
-// Lane l, g = l / 4, t = l % 4. Which column of K is which k of a product is free, as long as Q has
-// the same, and so is which column of V is which n. A lane reads what lies side by side: of K's rows
-// g and g + 8 a quarter of each box, 4 bytes of it for a product; of V's rows 2t, 2t + 1, 2t + 8 and
-// 2t + 9 an eighth, a column of which is one of 8 of a product. Where boxes are joined, rows are two
-// lines of 128 bytes apart, in which swizzles repeat themselves after four: there a lane has other
-// pieces of K, and the keys of 8 another order, so that no two lanes meet in a bank.
+// Lane l, g = l / 4, t = l % 4. Any column of K may be any k of a product, as long as Q has the
+// same order; likewise any column of V may be any n. So a lane reads neighbouring bytes: of K's
+// rows g and g + 8 a quarter of each box, 4 bytes of it for a product; of V's rows 2t, 2t + 1, 2t +
+// 8 and 2t + 9 an eighth, each column of which is one of the 8 of a product. If boxes are joined,
+// consecutive rows are two lines of 128 bytes apart, and swizzles repeat after four rows. A lane
+// then has other pieces of K, and each 8 keys another order, so that no two lanes use the same
+// bank.
 template <class Op, class Format, class C>
 struct Part {
   static constexpr int kColumns = C::kColumns, kBoxes = C::kBoxes;
-  static constexpr int kPieces = C::kRowBytes / 64;  // of 16 bytes: a lane's of a row of K in a box
-  static constexpr int kWords = C::kRowBytes / 32;   // a lane's of a row of V in a box
-  static constexpr int kProducts = 4 / Format::kBytes;  // of a piece
+  static constexpr int kPieces = C::kRowBytes / 64;  // of 16 bytes: a lane's in a row of K in a box
+  static constexpr int kWords = C::kRowBytes / 32;   // a lane's in a row of V in a box
+  static constexpr int kProducts = 4 / Format::kBytes;  // per piece
   using Product = Multiplied<Op, Format>;
   static constexpr int kSteps = C::kHeadDim / 16, kTiles = C::kHeadDim / C::kSlices / 8;
 
@@ -62,10 +63,10 @@ struct Part {
   const Args& args;
   const Rows& rows;
   const uint32_t q_stage;
-  const int warp, slice;        // of the columns of V
-  const int tier, part, parts;  // this warp's of the parts of the keys
+  const int warp, slice;        // slice: of the columns of V
+  const int tier, part, parts;  // this warp's part among the parts of the keys
   const int g, t;
-  const bool busy;  // there are rows
+  const bool busy;  // its tier has rows
   const int query[2];
   ScorePlan scores;
 
@@ -105,15 +106,15 @@ struct Part {
     for (int i = 0; i < kTiles * 4; ++i) o[i / 4][i % 4] = 0.f;
   }
 
-  // The key, of 8, that is the n-th of a product.
+  // The key, among 8, that is the n-th of a product.
   static __device__ __forceinline__ int key_of(int n) {
     return C::kJoined ? (n & 4) | (n << 1 & 2 ^ n >> 1 & 2) | n >> 1 & 1 : n;
   }
-  // Of a row of K in a box, the i-th that this lane has.
+  // The i-th piece of this lane in a row of K in a box.
   __device__ __forceinline__ int own_piece(int i) const {
     return C::kJoined ? t + i * 4 : t * kPieces + i;
   }
-  // Of a product: four columns of both rows.
+  // Loads the Q operand of a product: four columns of both rows.
   __device__ __forceinline__ void load_q(uint32_t (&fragment)[4], int step) const {
     constexpr int kBoxSteps = kColumns / 16;
     constexpr int kPieceSteps = kBoxSteps / kPieces;
@@ -123,7 +124,7 @@ struct Part {
     fragment[0] = words.x, fragment[1] = words.y, fragment[2] = words.z, fragment[3] = words.w;
   }
 
-  // S of 16 keys, whose K begins there.
+  // S of 16 keys, whose K begins at address k.
   __device__ __forceinline__ void score(float (&s)[8], uint32_t k) const {
     float sum[2][4] = {};
 #pragma unroll
@@ -157,7 +158,7 @@ struct Part {
     }
   }
 
-  // Scores of the keys from `key` on become P.
+  // The scores of the keys from `key` on become P.
   __device__ __forceinline__ void exponentiate(float (&s)[8], int key) {
     if (scores.mode != kScaled) scale_scores(s, scores);
     const Window& window = rows.window;
@@ -177,7 +178,8 @@ struct Part {
     }
   }
 
-  // O += P V of 16 keys. Values of keys that no row sees may be anything, and 0 times that must be 0.
+  // O += P V of 16 keys. Values of keys that no row sees may be NaN or inf; they are set to 0,
+  // since 0 times them must be 0.
   __device__ __forceinline__ void add_values(const float (&s)[8], uint32_t v, int key) {
     const uint32_t p[4] = {Product::pack2(s[0], s[1]), Product::pack2(s[2], s[3]),
                            Product::pack2(s[4], s[5]), Product::pack2(s[6], s[7])};
@@ -228,7 +230,7 @@ struct Part {
     if (threadIdx.x % 32 == 0) C::Isa::arrive(barrier);
   }
 
-  // All blocks of the tile that this CTA has.
+  // Computes all blocks of the tile that belong to this CTA.
   __device__ __forceinline__ void run(Turn& turn) {
 #pragma unroll 1
     for (int block = rows.tile.block; block < rows.tile.last; ++block, turn.next(args.stages)) {
@@ -236,8 +238,8 @@ struct Part {
       const int block_key = (rows.tile.slot.first_block + block) * C::kBlockK;
       C::Isa::wait(shared.k_full[stage], turn.parity);
       C::Isa::wait(shared.v_full[stage], turn.parity);
-      // Where a block has fewer chunks than there are parts, the next block is the next parts', in
-      // whatever tile: these are at it while the others end theirs.
+      // If a block has fewer chunks than there are parts, the next block goes to the next parts,
+      // also in the next tile: these work on it while the others finish theirs.
       const int first = (part - static_cast<int>(turn.count) * (C::kBlockK / kChunk)) & (parts - 1);
 #pragma unroll 1
       for (int row = first * kChunk; row < C::kBlockK; row += parts * kChunk) {

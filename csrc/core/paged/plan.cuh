@@ -1,5 +1,6 @@
-// Paged attention, the plan: lengths are on the device, and so is it. A short one is made by every
-// CTA that follows it, which is sooner than a kernel of its own: all write the same.
+// Paged attention, the plan: lengths are on the device, and so is the plan. If it is short, every
+// CTA of paged_kernel computes it, which is faster than a kernel of its own; all write the same
+// values.
 #pragma once
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -22,7 +23,7 @@ __device__ __forceinline__ Slot find_slot(const FlashsciPagedParams& p, int grou
     (begin / kRows + middle <= index ? low : high) = middle;
   }
   Slot slot = {-1};
-  if (low < 1 || low > p.sequences) return slot;  // rows of no sequence: combine_kernel's
+  if (low < 1 || low > p.sequences) return slot;  // rows of no sequence: combine_kernel writes them
   const Sequence sequence(p, low - 1);
   const int tile = index - (sequence.first_q * group / kRows + low);
   const int rows = sequence.seq_q * group;
@@ -38,7 +39,8 @@ __device__ __forceinline__ Slot find_slot(const FlashsciPagedParams& p, int grou
   return slot;
 }
 
-// By all threads of a CTA: the sum of those before a thread, and of all. sums: shared.
+// The sum of x over the threads before this one, and over all threads of a CTA. sums: shared
+// memory.
 template <int kThreads>
 __device__ __forceinline__ int2 sum_before(int x, int (&sums)[kThreads / 32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -59,7 +61,7 @@ __device__ __forceinline__ int2 sum_before(int x, int (&sums)[kThreads / 32]) {
   return make_int2(warps + sum - x, all);
 }
 
-template <class Op, class C>  // Op: each unit has its own
+template <class Op, class C>  // Op: makes the kernels of different units distinct
 __global__ void __launch_bounds__(kPlanThreads)
     plan_kernel(const __grid_constant__ FlashsciPagedParams p, const __grid_constant__ Plan plan,
                 int group) {
@@ -77,18 +79,19 @@ __global__ void __launch_bounds__(kPlanThreads)
   if (threadIdx.x == 0) plan.first[plan.count] = before;
 }
 
-// What a CTA needs shared memory for until it knows where it begins.
+// Shared memory that a CTA needs until it knows where it begins.
 struct Planning {
   int sums[kThreads / 32];
   Start start;
 };
 
-// By all threads of a CTA: the plan, and where this CTA begins. A thread that has a slot knows
-// whether it is there.
+// Computes the plan and where this CTA begins; called by all threads of a CTA. The thread that has
+// the CTA's first slot publishes it.
 template <class C>
 __device__ __forceinline__ Start plan_and_begin(const Args& a, Runs& runs, Planning& shared) {
   constexpr int kEach = (kPlannedByEach + kThreads - 1) / kThreads;
-  // What comes after the offsets begins its way with them: lengths, and the first pages.
+  // The data that is needed after the offsets is prefetched together with them: lengths, and the
+  // first pages.
   const int each = blockIdx.x * kThreads + threadIdx.x;
   if (threadIdx.x < a.p.sequences) ptx::prefetch_l1(a.p.seqused_k + threadIdx.x);
   if (each < a.p.sequences) ptx::prefetch_l2(a.p.block_table + int64_t{each} * a.p.columns);
@@ -118,7 +121,7 @@ __device__ __forceinline__ Start plan_and_begin(const Args& a, Runs& runs, Plann
   return start;
 }
 
-// The same where plan_kernel has made the plan. By whole warps.
+// The same from the plan that plan_kernel has made. Called by whole warps.
 __device__ __forceinline__ Start begin_of(const Args& a, Runs& runs) {
   const Plan& plan = a.plan;
   runs = Runs(plan.first[plan.count], a.p.heads_k, plan.ctas);

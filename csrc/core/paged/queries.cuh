@@ -1,4 +1,4 @@
-// The warp that finds tiles and loads Q, which products with 8-bit caches take in fp16: a row of bf16
+// The warp that finds tiles and loads Q. Products with 8-bit caches take Q in fp16: a row of bf16
 // numbers is brought into its range by a power of two.
 #pragma once
 #include <cstdint>
@@ -9,8 +9,9 @@
 
 namespace flashsci::paged {
 
-// Where four columns of rows r and r + 8 of a tier of 16 rows are, as one product takes them from a
-// lane: the first two of r, of r + 8, and the last two. Lanes that load together meet no bank twice.
+// The place of four columns of rows r and r + 8 of a tier of 16 rows, in the order of a product's
+// operand of one lane: the first two of r, of r + 8, and the last two. Lanes that load together
+// have no bank conflicts.
 template <class C>
 __device__ __forceinline__ uint32_t query_place(const unsigned char* tile, int tier, int r,
                                                 int four) {
@@ -18,20 +19,20 @@ __device__ __forceinline__ uint32_t query_place(const unsigned char* tile, int t
   return ptx::shared_address(tile) + ((tier * 8 + r) * (C::kHeadDim / 4) + (four ^ swizzle)) * 16;
 }
 
-// Pairs of bf16 become fp16 in units of the power of two that is returned, with the largest number
-// of the row from 2^14 to 2^15: all bits stay of what is not 2^-31 times smaller. kLanes lanes have
-// a row. Inf and NaN stay what they are.
+// Converts pairs of bf16 to fp16 in units of the returned power of two, with the largest number of
+// the row from 2^14 to 2^15: numbers down to 2^-31 of the largest keep all bits. kLanes lanes share
+// a row. Inf and NaN are unchanged.
 template <int kLanes>
 __device__ __forceinline__ float to_f16(uint4& words) {
   uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-  int largest = 0;  // its bits
+  int largest = 0;  // as bits
 #pragma unroll
   for (const uint32_t pair : pairs)
     largest = max(largest, static_cast<int>(max(pair & 0x7fffu, pair >> 16 & 0x7fffu)));
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2)
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-  // Exponents with their offset of 127: of the number that multiplies, whose inverse is normal, too.
+  // Exponents have an offset of 127. The inverse of the factor is a normal number, too.
   const int exponent = min(127 + 14 + 127 - (largest >> 7), 253);
   const float factor = __int_as_float(exponent << 23);
 #pragma unroll
@@ -42,15 +43,15 @@ __device__ __forceinline__ float to_f16(uint4& words) {
   return __int_as_float((254 - exponent) << 23);
 }
 
-// Tile after tile: where it is, its scales, and Q, with zeros past its head dim and in rows past the
-// last that a warp computes beside others: no row sees another, but the offsets of all follow where
-// those of one must, and so the last bits of results. What this warp waits for, the computing ones
-// do not; and the first rows are on their way before there is a place for them.
+// Publishes tile after tile: its place, its scales, and Q, with zeros past the head dim and in the
+// padding rows that a warp computes. No row sees another, but all rows of a warp rescale together,
+// so padding must be defined for the last bits of results to be reproducible. The computing warps
+// do not wait where this warp waits, and the first rows are loaded before a stage is free for them.
 template <class Op, class C>
 __device__ __forceinline__ void load_queries(Storage<C>& shared, const Args& a, Cursor cursor) {
-  constexpr int kLanes = C::kHeadDim / 8;               // of a row
-  constexpr int kTogether = C::kHeadDim == 64 ? 4 : 8;  // of a lane
-  constexpr int kStep = kTogether * 32 / kLanes;        // rows
+  constexpr int kLanes = C::kHeadDim / 8;               // per row
+  constexpr int kTogether = C::kHeadDim == 64 ? 4 : 8;  // loads in flight per lane
+  constexpr int kStep = kTogether * 32 / kLanes;        // rows per step
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (uint32_t turn = 0; !cursor.done(); ++turn) {

@@ -1,5 +1,5 @@
-// What the backward kernels share: what the host derives from the parameters, places, the
-// workspace, and the steps from S and dP to P and dS.
+// The common part of the backward kernels: values that the host derives from the parameters,
+// places, the workspace, and the steps from S and dP to P and dS.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -27,10 +27,10 @@ struct BackwardPlan {
   float bias_factor;  // from natural units to those of s
   int vector;         // q, k, v, dout rows take 16-byte copies
   int vector_dq, vector_dk, vector_dv;
-  int writes_bias;  // dbias has a place for every pair
+  int writes_bias;  // dbias has an element for every pair
 };
 
-// dP starts at -delta. statistics: [m16, row g or g + 8], of rows that are queries.
+// dP starts at -delta. statistics: [m16, row g or g + 8], for rows that are queries.
 template <int kM, int kN>
 __device__ __forceinline__ void start_from_delta(float (&dp)[kM][kN][4],
                                                  const float2 (&statistics)[kM][2]) {

@@ -10,11 +10,11 @@
 // Shared    Two stages of Q, dO and row statistics, half of V where D is 128: `KeyStorage`. K and V
 //           before the loop, dV and dK after it pass through the same bytes.
 // Pipeline  Global memory -> registers -> shared memory: Q_n+1 is fetched during the first half of
-//           the queries of tile n and stored behind it, dO_n+1 likewise during the second half,
-//           into the stage that nobody reads; one barrier a tile.
-// Limits    Shared-memory reads: 16 keys a warp read as long as they multiply
-//           (docs/develop/kernels/sm75.md), and registers: what is not needed in the products is kept in
-//           shared memory (`KeyWork`) or found again.
+//           the queries of tile n and stored after it, dO_n+1 likewise during the second half, into
+//           the stage that no warp reads; one barrier a tile.
+// Limits    Shared-memory reads: 16 keys a warp take as long to read as to multiply
+//           (docs/develop/kernels/sm75.md), and registers: data that the products do not need is
+//           kept in shared memory (`KeyWork`) or recomputed.
 #pragma once
 #include "../../core/bias_mask.cuh"
 #include "../../core/mask.cuh"
@@ -32,11 +32,10 @@ template <int kHeadDim_, int kBlockK_, int kBlockQ_, int kSteps_, int kWarps_, i
 struct KeyTiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockK = kBlockK_, kBlockQ = kBlockQ_;
   static constexpr int kWarps = kWarps_, kMinBlocks = kMinBlocks_, kThreads = 32 * kWarps;
-  static constexpr int kKeys = kBlockK / kWarps, kM = kKeys / 16;                   // of a warp
+  static constexpr int kKeys = kBlockK / kWarps, kM = kKeys / 16;                   // per warp
   static constexpr int kSteps = kSteps_, kStep = kBlockQ / kSteps, kN = kStep / 8;  // queries
   static constexpr int kDimBlocks = kHeadDim / 8;
-  // Registers hold the fragments of these columns of V, and all of K; a tile in shared memory the
-  // rest of V.
+  // Registers hold all of K and these columns of V; a tile in shared memory holds the rest of V.
   static constexpr int kHeldV = kHeadDim <= 96 ? kHeadDim : kHeadDim / 2;
   static constexpr int kRestV = kHeadDim - kHeldV;
   static_assert(kKeys % 16 == 0 && kStep % 16 == 0 && kBlockQ <= kThreads, "whole mma tiles");
@@ -50,18 +49,18 @@ struct alignas(128) KeyStorage {
   uint16_t tiles[kRows * C::kHeadDim];                     // [kRows, kHeadDim]
   uint16_t v[C::kRestV > 0 ? C::kBlockK * C::kRestV : 8];  // [kBlockK, kRestV]
   float2 statistics[2][C::kBlockQ];                        // [stage, kBlockQ]: -lse, -delta
-  int4 work[2];  // KeyWork: no registers are left to keep it in
+  int4 work[2];                                            // KeyWork: no registers are left for it
 };
 
-// What one CTA works on.
+// The work of one CTA.
 struct KeyWork {
   int first_key, keys, first_query, queries;  // rows of the sequence
-  // Query tiles that see any of its keys: of every query head of the group, `tiles` from `first`
-  // on. Tile n of the loop, n < total, is one of head n / tiles.
+  // Query tiles that see any of its keys: for every query head of the group, `tiles` from `first`
+  // on. Tile n of the loop, n < total, belongs to head n / tiles.
   int first, tiles, total, unused;
 };
 
-// Queries [first_query, end_query) of seq_q that see key j < seq_k; empty if first >= end.
+// Queries [first_query, end_query) of seq_q that see key j < seq_k; none if first >= end.
 __device__ __forceinline__ int first_query(const Window& window, int j) {
   return max(j - window.after + 1, 0);
 }
@@ -69,8 +68,8 @@ __device__ __forceinline__ int end_query(const Window& window, int j, int seq_q)
   return min(j - window.before, seq_q - 1) + 1;
 }
 
-// mask_scores where rows are keys: s^T. row: this lane's first key; column: the query of its first
-// score.
+// mask_scores for rows that are keys: s^T. row: this lane's first key; column: the query of its
+// first score.
 template <int kM, int kN>
 __device__ __forceinline__ void mask_scores_transposed(float (&s)[kM][kN][4], const Window& window,
                                                        int row, int column) {
@@ -93,7 +92,7 @@ __device__ __forceinline__ void mask_scores_transposed(float (&s)[kM][kN][4], co
   }
 }
 
-// A tile of rows on its way, whatever the rows are aligned to. kAny: the plan says.
+// A tile of rows in flight, for any alignment of the rows. kAny: the plan has the alignment.
 template <bool kAny, class Moving>
 __device__ __forceinline__ void fetch_rows(Moving& moving, const void* data, int64_t offset,
                                            const FlashsciStrides& strides, int row, int rows_valid,
@@ -105,8 +104,8 @@ __device__ __forceinline__ void fetch_rows(Moving& moving, const void* data, int
     moving.template fetch<false>(rows, strides.row, rows_valid, columns, copy_bytes);
 }
 
-// The work of a warp: where it is, and the steps of the loop over query tiles; fragments are
-// locals, as in the forward. kAny: with bias or mask, or rows of any alignment.
+// The work of a warp: its place, and the steps of the loop over query tiles; fragments are locals,
+// as in the forward. kAny: with bias or mask, or rows of any alignment.
 template <class Op, class C, bool kAny>
 struct KeyWarp {
   using T = Tile<C::kHeadDim>;
@@ -115,7 +114,7 @@ struct KeyWarp {
   using Sums = float[C::kM][C::kDimBlocks][4];     // dK or dV: [m16, n8 of D, fragment]
   using Scores = float[C::kM][C::kN][4];           // [m16 of keys, n8 of queries, fragment]
   static constexpr int kTileBytes = C::kBlockQ * T::kRowBytes;
-  enum { kQ, kDout };                                                  // what is fetched and stored
+  enum { kQ, kDout };                                                  // tensors to fetch and store
   using Moving = TileRegisters<C::kBlockQ, C::kHeadDim, C::kThreads>;  // a Q or dO tile
 
   const FlashsciBackwardParams& p;
@@ -138,7 +137,7 @@ struct KeyWarp {
         statistics(ptx::shared_address(shared.statistics)),
         warp_tile(storage + static_cast<int>(threadIdx.x / 32) * C::kKeys * T::kRowBytes) {}
 
-  // --- found again, not kept
+  // --- recomputed, not kept
 
   __device__ __forceinline__ KeyWork load_work() const {
     const uint32_t at = ptx::shared_address(shared.work);
@@ -165,7 +164,7 @@ struct KeyWarp {
                      work.first_query + row, what == kQ || p.dout != nullptr ? left : 0,
                      what == kQ ? p.head_dim : p.head_dim_v, p.copy_bytes, plan.vector);
     if (what != kQ) return;
-    // A row that is not there has no probability, whatever its scores.
+    // A row past the last has no probability, for any scores.
     moving_statistics = make_float2(-INFINITY, 0.f);
     if (static_cast<int>(threadIdx.x) < min(C::kBlockQ, left))
       moving_statistics =
@@ -178,7 +177,7 @@ struct KeyWarp {
     if (what == kQ && threadIdx.x < C::kBlockQ)
       shared.statistics[stage][threadIdx.x] = moving_statistics;
   }
-  // K and V into registers, by way of the stages, and the first query tile into the first stage.
+  // K and V into registers through the stages, and the first query tile into the first stage.
   __device__ __forceinline__ void load_keys_and_first_tile(K& k, V& v, Moving& moving,
                                                            float2& moving_statistics,
                                                            const TileCoord& place,
@@ -209,7 +208,7 @@ struct KeyWarp {
     }
     store(moving, moving_statistics, kDout, 0);
   }
-  // Where this lane reads the rest of V.
+  // The address of this lane's part of the rest of V.
   __device__ __forceinline__ uint32_t rest_of_v() const {
     if constexpr (C::kRestV > 0)
       return ptx::shared_address(shared.v) +
@@ -220,7 +219,7 @@ struct KeyWarp {
 
   // --- products
 
-  // kStep queries of a tile, from `first` on in it, and the last of this warp's keys.
+  // kStep queries of a tile, from its query `first` on, and the last of this warp's keys.
   struct Step {
     const KeyWork work;
     const Window window;
@@ -235,7 +234,7 @@ struct KeyWarp {
           last_key(min(warp.warp_key + C::kKeys, work.keys) - 1) {}
   };
 
-  // pair: of this lane's first two queries in the statistics.
+  // pair: this lane's first two queries, in the statistics.
   __device__ __forceinline__ void start_from_delta(Scores& dp, uint32_t pair) const {
 #pragma unroll
     for (int j = 0; j < C::kN; ++j) {
@@ -311,7 +310,7 @@ struct KeyWarp {
     V v;
     Sums dk, dv;
     Moving moving;
-    float2 moving_statistics;  // of row threadIdx.x of it
+    float2 moving_statistics;  // of row threadIdx.x of the tile in flight
     set_zero(dk);
     set_zero(dv);
     if (load_work().total > 0)
@@ -319,7 +318,7 @@ struct KeyWarp {
     const uint32_t v_rest = rest_of_v();
 #pragma unroll 1
     for (int n = 0; n < load_work().total; ++n) {
-      __syncthreads();  // Q_n and dO_n are there; nobody reads the other stage any more
+      __syncthreads();  // Q_n and dO_n are stored; no warp still reads the other stage
       const int stage = n % 2;
 #pragma unroll 1
       for (int part = 0; part < C::kSteps; ++part) {
@@ -327,7 +326,7 @@ struct KeyWarp {
         if (more) fetch(moving, moving_statistics, part, n + 1);
         const int first = part * C::kStep;
         const Step x(*this, n, first);
-        // Some of these queries see some of this warp's keys; all see all.
+        // Whether some of these queries see some of this warp's keys; whether all see all.
         const bool active = x.query < x.work.queries && x.window.begin(x.query) <= x.last_key &&
                             x.window.end(x.last_query) > warp_key;
         const bool full = x.window.begin(x.last_query) <= warp_key &&
@@ -368,7 +367,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   poison_block(&shared, sizeof(shared));
 
   const TileCoord place(blockIdx.x, tiles, p.heads_k, p);
-  TileOfSequence tile;  // keys are queries in it, and queries keys
+  TileOfSequence tile;  // with the roles of keys and queries exchanged
   if (p.cu_seqlens_q != nullptr) {
     tile = find_tile<C::kBlockK>(place.tile, p.cu_seqlens_k, p.cu_seqlens_q, p.num_seqs, p.seq_k,
                                  p.seq_q);
@@ -378,7 +377,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int tile_key = tile.tile * C::kBlockK;
   if (tile.tile < 0 || tile_key >= tile.seq_q) return;
   const KeyWarp<Op, C, kAny> warp(p, plan, tiles, tile_key, shared);
-  {  // what `load_work` finds
+  {  // the fields of `load_work`
     const int keys = tile.seq_q, queries = tile.seq_k;
     const Window window(p.window_left, p.window_right, p.lower_right != 0, queries, keys);
     const int begin = first_query(window, tile_key);

@@ -1,13 +1,13 @@
-// dq for Turing, and the gradient of a bias that has a place for every pair.
+// dq for Turing, and the gradient of a bias that has an element for every pair.
 //
 // Maths     As in dkdv_kernel.cuh: dQ = scale dS K, dBias = dS.
 // Roles     One CTA per (query tile, query head, batch), all on grid.x. kWarps warps own kBlockQ /
 //           kWarps query rows each, whose Q, dO and dQ stay in registers; they share the tiles of K
-//           and V. Nothing is added to memory that another CTA adds to: with dkdv_kernel.cuh 7
-//           products where 5 would do, and equal bits in every run.
-// Shared    Two stages of K and V: `QueryStorage`. Q and dO before the loop, dQ after it pass
+//           and V. No two CTAs add to the same memory: with dkdv_kernel.cuh this takes 7 products
+//           where 5 would do, and gives equal bits in every run.
+// Shared    Two stages of K and V: `QueryStorage`. Q and dO before the loop, and dQ after it, pass
 //           through the same bytes.
-// Pipeline  As in the forward: K_n+1 is fetched during S = Q K_n^T and stored behind it, V_n+1
+// Pipeline  As in the forward: K_n+1 is fetched during S = Q K_n^T and stored after it, V_n+1
 //           likewise during the rest; one barrier a tile.
 // Limits    Shared-memory reads (16 rows a warp) or tensor cores (32 rows). docs/develop/kernels/sm75.md.
 #pragma once
@@ -20,7 +20,7 @@ template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kWarps_, int kMinBlocks
 struct QueryTiling {
   static constexpr int kHeadDim = kHeadDim_, kBlockQ = kBlockQ_, kBlockK = kBlockK_;
   static constexpr int kWarps = kWarps_, kMinBlocks = kMinBlocks_, kThreads = 32 * kWarps;
-  static constexpr int kRows = kBlockQ / kWarps, kM = kRows / 16;  // of a warp
+  static constexpr int kRows = kBlockQ / kWarps, kM = kRows / 16;  // per warp
   static constexpr int kN = kBlockK / 8, kDimBlocks = kHeadDim / 8;
   static_assert(kRows % 16 == 0 && kBlockK % 16 == 0, "whole mma tiles");
   static_assert(kBlockQ <= 4 * kBlockK, "Q, dO and dQ pass through the stages");
@@ -31,7 +31,7 @@ struct alignas(128) QueryStorage {
   uint16_t tiles[2][2][C::kBlockK * C::kHeadDim];  // [stage, K or V, kBlockK, kHeadDim]
 };
 
-// dS of one warp to a dbias that has a place for every pair. row, key: this lane's first.
+// dS of one warp to a dbias that has an element for every pair. row, key: this lane's first.
 template <class Op, int kM, int kN>
 __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4],
                                                     const FlashsciBackwardParams& p, int64_t offset,
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4]
   }
 }
 
-// The work of a warp: where it is, and the steps of the loop over key tiles, as in the forward.
+// The work of a warp: its place, and the steps of the loop over key tiles, as in the forward.
 template <class Op, class C, bool kAny>
 struct QueryWarp {
   using T = Tile<C::kHeadDim>;
@@ -72,7 +72,7 @@ struct QueryWarp {
   const uint32_t head_k;
   const Window window;
   const VisibleKeys<C> keys;
-  const uint32_t storage, warp_tile;  // the stages; Q, dO and dQ of this warp
+  const uint32_t storage, warp_tile;  // address of the stages; Q, dO and dQ of this warp
 
   __device__ __forceinline__ QueryWarp(const FlashsciBackwardParams& p_, const BackwardPlan& plan_,
                                        uint32_t tiles_, const TileCoord& place_,
@@ -101,7 +101,7 @@ struct QueryWarp {
     fetch_rows<kAny>(moving, p.v, place.offset(p.v_strides, head_k), p.v_strides,
                      work.first_k + row, work.seq_k - row, p.head_dim_v, p.copy_bytes, plan.vector);
   }
-  // Q and dO into registers, by way of the stages; K and V of the first tile into the first stage.
+  // Q and dO into registers through the stages; K and V of the first tile into the first stage.
   __device__ __forceinline__ void load_rows_and_first_tile(Operand& q, Operand& dout,
                                                            Moving& moving) const {
     const int row = work.first_q + tile_row, rows_valid = work.seq_q - tile_row;
@@ -153,7 +153,7 @@ struct QueryWarp {
   }
 
   __device__ __forceinline__ void write(Sums& dq) const {
-    const TileCoord home(opaque(blockIdx.x), tiles, p.heads_q, p);  // found again, not kept
+    const TileCoord home(opaque(blockIdx.x), tiles, p.heads_q, p);  // recomputed, not kept
     store_rows<Op, C::kHeadDim>(
         dq, p.scale, warp_tile,
         static_cast<uint16_t*>(p.dq) + home.offset(p.dq_strides, home.head) +
@@ -174,7 +174,7 @@ struct QueryWarp {
     uint32_t stage = 0;  // bytes to the stage of tile n
 #pragma unroll 1
     for (int tile = keys.first_tile; tile < keys.end_tile; ++tile, stage ^= 2 * kTileBytes) {
-      __syncthreads();  // K_n and V_n are there; nobody reads the other stage any more
+      __syncthreads();  // K_n and V_n are stored; no warp still reads the other stage
       const bool active = keys.seen(tile);
       const bool more = tile + 1 < keys.end_tile;
       const uint32_t other = storage + (stage ^ (2 * kTileBytes));

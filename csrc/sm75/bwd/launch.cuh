@@ -1,12 +1,11 @@
-// The host side of the Turing backward: which kernels a call needs, with which tiles, in which
-// workspace.
+// The host side of the Turing backward: the kernels of a call, their tiles, and their workspace.
 //
 //     statistics               always
 //     backward_keys_kernel     dk and dv
-//     backward_queries_kernel  dq, and dbias where it has a place for every pair
+//     backward_queries_kernel  dq, and dbias if it has an element for every pair
 //     bias_gradient_kernel     dbias of a shared bias, or behind a softcap
 //
-// Every sum has one owner: calls are bitwise equal from run to run, asked for or not.
+// Every sum has one owner: calls are bitwise equal from run to run, also if that is not asked for.
 #pragma once
 #include <algorithm>
 
@@ -22,8 +21,8 @@ using namespace dbias;
 
 inline constexpr int kMaxBackwardDim = 128;
 
-// Tile shapes of a padded head dimension: docs/develop/kernels/sm75.md. AnyQueries: with bias or mask, or
-// rows of any alignment, which take registers.
+// Tile shapes of a padded head dimension: docs/develop/kernels/sm75.md. AnyQueries: with bias or
+// mask, or rows of any alignment, which take registers.
 template <int kHeadDim>
 struct BackwardShapes;
 template <>
@@ -55,7 +54,7 @@ struct BackwardShapes<128> {
   using Bias = BiasTiling<128, 64, 32, 1>;
 };
 
-// What one call does, before any pointer into the workspace is known.
+// The plan of one call, before any pointer into the workspace is known.
 struct BackwardWork {
   bool keys, queries, writes_bias, bias;
   BiasPlan bias_plan;
@@ -174,7 +173,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   return cudaSuccess;
 }
 
-// Calls with the smallest padded head dim that holds D and Dv.
+// Calls `call` with the smallest padded head dim that holds D and Dv.
 template <class Call>
 auto with_padded_dim(const FlashsciBackwardParams& p, const Call& call) {
   const int dim = std::max(p.head_dim, p.head_dim_v);

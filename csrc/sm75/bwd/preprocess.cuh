@@ -1,4 +1,4 @@
-// Before the products of the Turing backward: what each query row needs besides q and dout.
+// The kernel before the products of the Turing backward: the statistics of each query row.
 //
 // Maths     statistics_i = (-lse_i log2(e), -delta_i), delta_i = sum_d dout_id out_id - dlse_i.
 // Roles     A row is read by 4 to 16 lanes, 16 bytes each.

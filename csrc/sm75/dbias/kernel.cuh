@@ -1,13 +1,14 @@
-// The gradient of a bias that is shared: reduced to the bias's own shape, without atomics.
+// The gradient of a shared bias, reduced to the bias's own shape, without atomics.
 //
 // Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks.
 // Roles     A CTA owns a tile of dbias, 64 to 128 rows x 32 to 64 keys (one row or one key, if the
 //           bias has one), and adds up its members: the batches, heads, row tiles and key tiles
-//           that share it. Where tiles are few, `splits` CTAs share the members of one and leave
+//           that share it. If tiles are few, `splits` CTAs share the members of one and leave
 //           partial sums to bias_sum_kernel. All on grid.x. Four warps, 32 (D > 128: 16) query rows
 //           each.
-// Shared    kStages x (Q, dO, K, V): `BiasShared`; in the end the sums of the warps.
-// Pipeline  With two stages the tiles of the next member fly during the products of this one.
+// Shared    kStages x (Q, dO, K, V): `BiasShared`; at the end the sums of the warps.
+// Pipeline  With two stages the tiles of the next member are copied during the products of this
+//           one.
 // Limits    Two products a member and tile, and the loads from L2.
 #pragma once
 #include "../../core/bias_mask.cuh"
@@ -19,7 +20,7 @@
 
 namespace flashsci::sm75::dbias {
 
-using namespace bwd;  // of which it is a part
+using namespace bwd;  // this kernel is part of the backward
 
 template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kMinBlocks_>
 struct BiasTiling {
@@ -31,8 +32,7 @@ struct BiasTiling {
   static_assert(kRows % 16 == 0 && kBlockK % kStep == 0, "whole mma tiles");
 };
 
-// Rows row, row + 8 of each m16 block: -lse and -delta; rows that are not there have no
-// probability.
+// Rows row, row + 8 of each m16 block: -lse and -delta; rows past the last have no probability.
 template <int kM>
 __device__ __forceinline__ void load_row_statistics(float2 (&x)[kM][2],
                                                     const float2* __restrict__ statistics, int row,
@@ -79,7 +79,7 @@ struct alignas(128) BiasShared {
   uint16_t v[C::kStages][C::kBlockK * C::kHeadDim];     // [stage, kBlockK, kHeadDim]
 };
 
-// The work of a warp: where it is, and the steps of the loop over members; arrays are locals, as in
+// The work of a warp: its place, and the steps of the loop over members; arrays are locals, as in
 // the forward.
 template <class Op, class C>
 struct BiasWarp {
@@ -96,7 +96,7 @@ struct BiasWarp {
   const BiasMember& own;
   const int warp, lane;
   const Window window;
-  const uint32_t group;                              // query heads of a key head
+  const uint32_t group;                              // query heads per key head
   const uint32_t q_tile, dout_tile, k_tile, v_tile;  // the first stages
 
   __device__ __forceinline__ BiasWarp(const FlashsciBackwardParams& p_, const BackwardPlan& plan_,
@@ -173,7 +173,7 @@ struct BiasWarp {
     for (uint32_t number = begin; number < end; ++number) {
       member = find(number);
       if constexpr (C::kStages == 1) {
-        __syncthreads();  // nobody reads the member before
+        __syncthreads();  // no warp still reads the previous member
         load(member, 0);
         ptx::cp_async_commit();
       }
@@ -187,7 +187,7 @@ struct BiasWarp {
                   p.seq_q,
           warp_row + lane / 4, p.seq_q);
       ptx::cp_async_wait<0>();
-      __syncthreads();  // this stage has landed; nobody reads the other one
+      __syncthreads();  // this stage is complete; no warp reads the other one
       if constexpr (C::kStages == 2) {
         if (number + 1 < end) load(find(number + 1), stage ^ 1);
         ptx::cp_async_commit();
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   warp.run(sum, begin, end);
 
   constexpr int kN = C::kBlockK / 8;
-  // Sums over the rows or keys of the tile itself, where the bias has one for all.
+  // Sums over the rows or keys of the tile itself, if the bias has one row or key for all.
   const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
   const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
   const int own_row = own.index[3] * C::kBlockQ + warp.warp * C::kRows + warp.lane / 4;

@@ -3,17 +3,18 @@
 // Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij,
 //           lse_i = m_i + log l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), + bias,
 //           over the keys that window and mask show.
-// Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head side by side
+// Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head in sequence
 //           and the longest first. kWarps warps own kBlockQ / kWarps query rows each, whose Q stays
 //           in registers; they share the K and V tiles. Packed calls find their sequence on the
 //           device.
 // Shared    Two stages of K and V, swizzled 16-byte chunks: `SharedStorage`. Q before the loop and
 //           the output after it pass through the same bytes.
 // Pipeline  Global memory -> registers -> shared memory: K_n-1 is fetched during S = Q K_n^T and
-//           stored behind it, V_n-1 likewise during softmax and P V_n, into the stage that nobody
+//           stored after it, V_n-1 likewise during softmax and P V_n, into the stage that no warp
 //           reads; one barrier a tile. Tiles go from the diagonal to the left.
-// Limits    Shared memory, which gives an SM of Turing 64 bytes a clock: 16 rows a warp read as
-//           long as they multiply, 32 half of it, so D <= 96 has 32. docs/develop/kernels/sm75.md.
+// Limits    Shared memory, which gives an SM of Turing 64 bytes a clock: 16 rows a warp take as
+//           long to read as to multiply, 32 half as long, so D <= 96 has 32.
+//           docs/develop/kernels/sm75.md.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -56,7 +57,7 @@ struct alignas(128) SharedStorage {
   uint16_t kv[2][2][C::kBlockK * C::kHeadDim];  // [stage, K or V, kBlockK, kHeadDim]
 };
 
-// What the host derives from the parameters, once.
+// The values that the host derives once from the parameters.
 struct ForwardPlan {
   uint32_t tiles;  // grid slots of one head
   ScorePlan scores;
@@ -64,9 +65,9 @@ struct ForwardPlan {
   int vector_out;   // output rows take 16-byte stores
 };
 
-// The work of a warp: where it is, and the steps of the loop over key tiles. Fragments are locals
-// of `run`, for a struct with arrays stays in memory until its loops are unrolled, and what is
-// beside them is simplified too late.
+// The work of a warp: its place, and the steps of the loop over key tiles. Fragments are locals of
+// `run`: a struct with arrays stays in memory until its loops are unrolled, and its other members
+// are then simplified too late.
 template <class Op, class C, bool kVector, bool kHasBiasMask>
 struct Warp {
   using T = Tile<C::kHeadDim>;
@@ -122,7 +123,7 @@ struct Warp {
     moving.template fetch<kVector>(v + first * p.v_strides.row, p.v_strides.row, work.seq_k - first,
                                    p.head_dim_v, p.copy_bytes);
   }
-  // Q into registers, by way of the stages; K and V of the first tile into the first stage.
+  // Q into registers through the stages; K and V of the first tile into the first stage.
   __device__ __forceinline__ void load_q_and_first_tile(Q& q, Moving& moving) const {
     {
       TileRegisters<C::kBlockQ, C::kHeadDim, C::kThreads> rows;
@@ -141,7 +142,7 @@ struct Warp {
     moving.store(storage + kTileBytes);
   }
 
-  // What is exponentiated, out of q.k.
+  // The argument of the exponential, from q.k.
   __device__ __forceinline__ void modify_scores(Scores& s, int tile) const {
     if (plan.scores.mode != kScaled) scale_scores(s, plan.scores);
     const int row = warp_row + lane / 4, column = tile * C::kBlockK + lane % 4 * 2;
@@ -154,7 +155,7 @@ struct Warp {
   __device__ __forceinline__ void write(Output& o, const OfRows& row_max,
                                         const OfRows& row_sum) const {
     const int row = work.first_q + warp_row, rows = work.seq_q - warp_row;
-    // Found again, not kept.
+    // Recomputed, not kept.
     const HeadCoord home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
     float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
 #pragma unroll
@@ -197,7 +198,7 @@ struct Warp {
     const uint32_t v_start = storage + kTileBytes + row_fragment<C::kHeadDim>(lane);
 #pragma unroll 1
     for (int tile = keys.end_tile - 1; tile >= keys.first_tile; --tile) {
-      __syncthreads();  // K_n and V_n are there; nobody reads the other stage any more
+      __syncthreads();  // K_n and V_n are stored; no warp still reads the other stage
       const bool active = keys.seen(tile);
       const bool more = tile > keys.first_tile;
       const uint32_t other = storage + (stage ^ (2 * kTileBytes));

@@ -1,4 +1,4 @@
-// The host side of the Turing forward: which tile shape, and the launch.
+// The host side of the Turing forward: the tile shape, and the launch.
 #pragma once
 #include <cuda_runtime.h>
 #include <cstdint>

@@ -1,15 +1,16 @@
-// Bias and mask of transposed scores, and the gradient of a bias that has a place for every pair.
+// Bias and mask of transposed scores, and the gradient of a bias that has an element for every
+// pair.
 //
-// A warp's keys are dealt to its rows so that a lane has 2 kM neighbours: row m * 16 + half * 8 + g
-// of a block of 16 kM is key g * 2 kM + 2 m + half. What memory holds side by side, a row of keys
-// of one query, is then loaded and stored 8 to 16 bytes a lane, and whole sectors a quad.
+// A warp's keys are assigned to its rows so that a lane has 2 kM neighbours: row m * 16 + half * 8
+// + g of a block of 16 kM is key g * 2 kM + 2 m + half. Contiguous memory, a row of keys of one
+// query, is then loaded and stored 8 to 16 bytes a lane, and whole sectors a quad.
 #pragma once
 #include "config.cuh"
 #include "warp_mma.cuh"
 
 namespace flashsci::sm80::bwd {
 
-// Row of a tile in shared memory where a key of the tile lives, in blocks of 16 kM.
+// The row of a key in a tile in shared memory, in blocks of 16 kM.
 template <int kM>
 __device__ __forceinline__ int row_of_key(int key) {
   const int in_block = key % (16 * kM);
@@ -47,8 +48,8 @@ __device__ __forceinline__ void for_queries(T* start, int64_t row_stride, int qu
   }
 }
 
-// What a lane has of the bias, loaded a step before it is used, and of a mask that is the same for
-// all queries.
+// A lane's part of the bias, loaded a step before its use, and of a mask that is the same for all
+// queries.
 template <class Op, int kM, int kN>
 struct BiasMaskAhead {
   static constexpr int kKeys = 2 * kM;
@@ -116,12 +117,12 @@ struct BiasMaskAhead {
     return Op::to_float(static_cast<uint16_t>(j % 2 == 0 ? word[j / 2] : word[j / 2] >> 16));
   }
 
-  // From the pairs of one head; query: of the first column. With no queries nothing is loaded, but
-  // all is set: what may keep its value would be alive all the time.
+  // Loads from the pairs of one head; query: of the first column. With no queries nothing is
+  // loaded, but all is set: a value that may be kept would occupy registers all the time.
   __device__ __forceinline__ void load(const FlashsciBiasMask& bias_mask, const BackwardPlan& plan,
                                        const unsigned char* bias_head, const uint8_t* mask_head,
                                        int query, int key, int queries, int keys) {
-    key = opaque(key);  // no address is worth a register through the loop
+    key = opaque(key);  // an address in a register through the loop costs too much
     const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
     if (!plan.bias_first) queries = 0;
     for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
@@ -132,7 +133,7 @@ struct BiasMaskAhead {
       mask = load_mask(mask_head, plan, bias_mask.mask_strides.column, key, keys);
   }
 
-  // The product of scores starts from the bias, where nothing comes between the two.
+  // The product of scores starts from the bias, if no other operation comes between.
   __device__ __forceinline__ void start(float (&s)[kM][kN][4], const FlashsciBiasMask& bias_mask,
                                         const BackwardPlan& plan) const {
     const auto set = [&](bool fp32, bool vector) {
@@ -152,15 +153,15 @@ struct BiasMaskAhead {
       set(false, false);
   }
 
-  // What is not loaded ahead: the bias after a softcap (or a scale that nothing can be divided by),
-  // a mask with a place for every pair.
+  // The terms that are not loaded ahead: the bias after a softcap (or with a scale too small to
+  // divide by), and a mask with an element for every pair.
   __device__ __forceinline__ void apply_rest(float (&s)[kM][kN][4],
                                              const FlashsciBiasMask& bias_mask,
                                              const BackwardPlan& plan,
                                              const unsigned char* bias_head,
                                              const uint8_t* mask_head, int query, int key,
                                              int queries, int keys) const {
-    key = opaque(key);  // no address is worth a register through the loop
+    key = opaque(key);  // an address in a register through the loop costs too much
     if (bias_mask.bias != nullptr && !plan.bias_first) {
       const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
       for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
@@ -170,7 +171,7 @@ struct BiasMaskAhead {
         for (int j = 0; j < kKeys; ++j)
           s[j / 2][c / 2][j % 2 * 2 + c % 2] +=
               value(word, j, bias_mask.bias_is_fp32 != 0, plan.bias_vector != 0);
-        __syncwarp();  // the compiler would load all columns at once, into registers that are taken
+        __syncwarp();  // the compiler would load all columns at once, into occupied registers
       });
     }
     if (bias_mask.mask == nullptr) return;
@@ -204,7 +205,7 @@ __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4]
                                                     int64_t row_stride, int query, int key,
                                                     int queries, int keys) {
   constexpr int kKeys = 2 * kM;
-  key = opaque(key);  // no address is worth a register through the loop
+  key = opaque(key);  // an address in a register through the loop costs too much
   const int64_t row_bytes = row_stride * (fp32 ? 4 : 2);
   for_queries<kN>(dbias, row_bytes, query, queries, [&](int c, unsigned char* row, bool exists) {
     if (!exists) return;

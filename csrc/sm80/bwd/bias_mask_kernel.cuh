@@ -1,12 +1,12 @@
-// The backward of kernel.cuh with a bias or a mask, and with rows that take no 16-byte copies.
+// The backward of kernel.cuh with a bias or a mask, or with rows that take no 16-byte copies.
 //
-// Maths     as there, with the bias added to S and -inf where the mask hides; dS is also the
-//           gradient of a bias that has a place for every pair.
-// Roles     as there. Keys are dealt to the rows of a warp so that a lane has neighbours
+// Maths     As in kernel.cuh, with the bias added to S and -inf for hidden scores; dS is also the
+//           gradient of a bias that has an element for every pair.
+// Roles     As in kernel.cuh. Keys are assigned to the rows of a warp so that a lane has neighbours
 //           (bias_mask.cuh).
-// Shared    as there, and where everything is: the loop has no registers for pointers
+// Shared    As in kernel.cuh, plus all pointers: the loop has no registers for them
 //           (scheduler.cuh).
-// Pipeline  as there; the bias and a mask of keys come one step ahead, in registers.
+// Pipeline  As in kernel.cuh; the bias and a mask of keys come one step ahead, in registers.
 // Limits    Registers: docs/develop/kernels/sm80_backward.md.
 #pragma once
 #include <cstddef>
@@ -24,7 +24,7 @@ struct BackwardBiasMaskShared {
   KeyTileWork work;
 };
 
-// A tile of K or V, its rows as row_of_key deals them; once per CTA.
+// A tile of K or V, with its rows in the order of row_of_key; once per CTA.
 template <class C>
 __device__ __forceinline__ void load_keys(uint32_t tile, const uint16_t* __restrict__ global,
                                           int64_t row_stride, int rows_valid, int cols_valid,
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_keys(uint32_t tile, const uint16_t* __restr
   }
 }
 
-// With a bias, a mask, or rows of any alignment.
+// The warp of calls with a bias, a mask, or rows of any alignment.
 template <class Op, class C>
 struct BiasMaskWarp : KeyTileWarp<Op, C> {
   using Base = KeyTileWarp<Op, C>;
@@ -56,7 +56,7 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
   const KeyTileWork& work;  // and its shared address, for `kept`
   const uint32_t record = k_tile + offsetof(BackwardBiasMaskShared<C>, work);
   const int first_tile;
-  const bool any;  // query tiles that see keys of the CTA
+  const bool any;  // whether query tiles see keys of the CTA
   Ahead& ahead;
 
   __device__ __forceinline__ BiasMaskWarp(const FlashsciBackwardParams& p_,
@@ -78,7 +78,7 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
     query_tile = last ? static_cast<int>(ends) : query_tile + 1;
     member += last;
   }
-  // This lane's first key and column, as its fragments have them.
+  // This lane's first key and column in its fragments.
   __device__ __forceinline__ int first_key() const { return warp_key + lane / 4 * (2 * C::kM); }
   __device__ __forceinline__ int first_column(int query) const { return query + lane % 4 * 2; }
 
@@ -138,7 +138,7 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
                                                 uint32_t statistics, int step, int member,
                                                 int query) const {
     Scores s, dp;
-    // opaque: no address is worth a register through the loop.
+    // opaque: an address in a register through the loop costs too much.
     const uint32_t k_left =
         k_tile + warp_k * C::kKeys * T::kRowBytes + lane_by_rows<C::kHeadDim>(opaque(lane));
     const uint32_t right = q_stage + lane_by_chunks<C::kHeadDim>(lane) + step * T::kRowBytes;
@@ -192,12 +192,12 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
 #pragma unroll 1
     for (int member = 0, query_tile = first_tile; any && member < plan.group;) {
       if constexpr (C::kStages == 1) {
-        __syncthreads();  // nobody reads the tile before
+        __syncthreads();  // no warp still reads the previous tile
         load_queries(member, query_tile, 0);
         ptx::cp_async_commit();
       }
       ptx::cp_async_wait<0>();
-      __syncthreads();  // this stage has landed; nobody reads the other one, P or dS any more
+      __syncthreads();  // this stage is complete; no warp reads the other one, P or dS
       if constexpr (C::kStages == 2) {
         int next_member = member, next_tile = query_tile;
         advance(next_member, next_tile);
@@ -226,7 +226,7 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
       advance(member, query_tile);
       if (C::kStages == 2) stage ^= 1;
     }
-    __syncthreads();  // nobody reads K any more
+    __syncthreads();  // no warp still reads K
     store();
   }
 };
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   poison_block(&shared, sizeof(shared));
 
   const int warp = ptx::redux_max(threadIdx.x / 32);
-  // Shuffled, so that it is kept: the special register takes long to read.
+  // Shuffled, so that it is kept in a register: the special register takes long to read.
   const int lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
   if (warp == 0) shared.work.template find<C>(p, plan, tiles);
   __syncthreads();

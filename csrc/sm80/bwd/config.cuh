@@ -1,5 +1,5 @@
-// What the backward kernels share: what the host derives from the parameters, the workspace, and
-// the tiles of the kernels that own keys.
+// The common part of the backward kernels: values that the host derives from the parameters, the
+// workspace, and the tiles of the kernels that own keys.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -18,8 +18,9 @@ namespace flashsci::sm80::bwd {
 static_assert(std::is_trivially_copyable_v<FlashsciBackwardParams>, "passed to kernels by value");
 
 struct BackwardPlan {
-  // Workspace. statistics: [B0, B1, Hq, Sq] of (-lse in log2 units, -delta); (-inf, 0) where a row
-  // sees no key. dq_sums: a tile of fp32 sums in fragment order for each slot of each query head.
+  // Workspace. statistics: [B0, B1, Hq, Sq] of (-lse in log2 units, -delta); (-inf, 0) for a row
+  // that sees no key. dq_sums: a tile of fp32 sums in fragment order for each slot of each query
+  // head.
   float2* statistics;
   float* dq_sums;
   float* bias_sums;      // [splits, elements of dbias], when the members are split
@@ -33,7 +34,7 @@ struct BackwardPlan {
   int bias_vector, mask_vector, dbias_vector;  // rows of four keys are aligned and whole
   int adds_dq;                                 // backward_kernel adds dq to dq_sums
   int writes_dq;    // backward_kernel writes dq: all keys are in its tile
-  int writes_bias;  // backward_kernel writes dbias: it has a place for every pair
+  int writes_bias;  // backward_kernel writes dbias: it has an element for every pair
 };
 
 template <int kHeadDim_, int kBlockK_, int kBlockQ_, int kWarpsK_, int kWarpsQ_, int kStages_,
@@ -45,19 +46,19 @@ struct BackwardTiling {
   static constexpr int kWarps = kWarpsK * kWarpsQ, kThreads = 32 * kWarps;
   static constexpr int kKeys = kBlockK / kWarpsK;                      // keys of a warp
   static constexpr int kQueries = kBlockQ / kWarpsQ;                   // queries of a warp
-  static constexpr int kStep = kQueries < kStep_ ? kQueries : kStep_;  // those of them at a time
+  static constexpr int kStep = kQueries < kStep_ ? kQueries : kStep_;  // queries per step
   static constexpr int kM = kKeys / 16, kN = kStep / 8;
   // Accumulators of a warp: dV and dK (one role), or one of them; all columns or half.
   static constexpr int kRoles = kWarpsQ == 1 ? 1 : 2, kSums = kWarpsQ == 1 ? 2 : 1;
   static constexpr int kDimSplit = kWarpsQ / kRoles;
   static constexpr int kChunkPairs = kHeadDim / 16 / kDimSplit;  // chunk pairs of an accumulator
-  // dQ: warps over queries x columns, 32 queries a warp where whole pairs of chunks are left.
+  // dQ: warps over queries x columns, 32 queries a warp if that leaves whole pairs of chunks.
   static constexpr int kDqWide = kBlockQ / 32, kDqWideColumns = kHeadDim * kDqWide / kWarps;
   static constexpr int kDqWarpsQ = kDqWideColumns % 16 == 0 ? kDqWide : 2 * kDqWide;
   static constexpr int kDqWarpsD = kWarps / kDqWarpsQ;
   static constexpr int kDqM = kBlockQ / kDqWarpsQ / 16;
   static constexpr int kDqPairs = kHeadDim / kDqWarpsD / 16;
-  static constexpr int kDqValues = kDqM * kDqPairs * 2 * 4;  // of a lane
+  static constexpr int kDqValues = kDqM * kDqPairs * 2 * 4;  // per lane
   static_assert(kKeys % 16 == 0 && kStep % 16 == 0 && kBlockQ <= 64, "whole mma and swizzle tiles");
   static_assert(kDqM * kDqPairs * kWarps * 256 == kBlockQ * kHeadDim, "dQ is split evenly");
 };

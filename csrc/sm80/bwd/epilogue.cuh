@@ -7,7 +7,7 @@
 namespace flashsci::sm80::bwd {
 
 // One warp's c times factor -> columns [8 chunk, ...) of its rows in a tile -> global memory.
-// kKeys: rows are keys, dealt to the rows of the tile by row_of_key.
+// kKeys: rows are keys, in the rows of the tile that row_of_key gives.
 template <class Op, int kCols, bool kKeys, int kM, int kN>
 __device__ __forceinline__ void store_gradient(const float (&c)[kM][kN][4], float factor,
                                                uint32_t tile, int chunk,
@@ -43,7 +43,8 @@ __device__ __forceinline__ void store_gradient(const float (&c)[kM][kN][4], floa
   }
 }
 
-// The rows [0, rows) of one warp's c times factor, columns from first_column on, without a detour.
+// The rows [0, rows) of one warp's c times factor, columns from first_column on, directly to global
+// memory.
 template <class Op, int kM, int kN>
 __device__ __forceinline__ void store_rows_direct(const float (&c)[kM][kN][4], float factor,
                                                   uint16_t* __restrict__ global,  // [rows, columns]
@@ -73,7 +74,7 @@ __device__ __forceinline__ void store_rows_direct(const float (&c)[kM][kN][4], f
   }
 }
 
-// Rows of dq that see no key.
+// Zeros for rows of dq that see no key.
 __device__ __forceinline__ void zero_rows(uint16_t* __restrict__ global, int64_t row_stride,
                                           int rows, int columns, int threads) {
   for (int row = threadIdx.x / 32; row < rows; row += threads / 32)

@@ -1,4 +1,4 @@
-// Backward attention for tensor cores of the mma.sync generation: dk, dv, and dq by the way.
+// Backward attention for tensor cores of the mma.sync generation: dk, dv, and dq in the same pass.
 //
 // Maths     P = exp(S - lse), dP = dO V^T, dS = P (dP - delta) [times the softcap's slope],
 //           dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K; delta = rowsum(dO O) - dlse.
@@ -8,13 +8,13 @@
 //           operands of the next. kWarpsK groups of warps own 32 keys each. kWarpsQ = 1 (D <= 64):
 //           a group is one warp, with dK and dV of its keys. kWarpsQ = 2: the warps of a group
 //           halve the queries of S and dP; then one sums dV, the other dK, over all queries.
-//           kWarpsQ = 4: so do two pairs, for half of the columns each. dQ contracts over all keys
-//           of the CTA.
+//           kWarpsQ = 4: two pairs do the same, for half of the columns each. dQ contracts over all
+//           keys of the CTA.
 // Shared    K, V (later dK, dV), two stages of Q, dO and row statistics, dS^T for dQ, P^T and dS^T
 //           for the partners: `BackwardShared`.
-// Pipeline  Two barriers a tile: stage n has landed and n - 1 is free; dS_n is written. Stage n + 1
-//           flies during all of tile n. dQ leaves by coalesced red.add to fp32 sums in fragment
-//           order (preprocess.cuh turns them), or, with one key tile, straight to memory.
+// Pipeline  Two barriers a tile: stage n is complete and n - 1 is free; dS_n is written. Stage n +
+//           1 is copied during all of tile n. dQ goes by coalesced red.add to fp32 sums in fragment
+//           order (preprocess.cuh reorders them), or, with one key tile, straight to memory.
 // Limits    Shared-memory reads, then HMMA issue: docs/develop/kernels/sm80_backward.md.
 #pragma once
 #include "../../core/poison.cuh"
@@ -24,8 +24,8 @@
 
 namespace flashsci::sm80::bwd {
 
-// Scores that the window hides become -inf, where rows are keys. row: this lane's first key;
-// column: the query of its first score.
+// Scores that the window hides become -inf; rows are keys. row: this lane's first key; column: the
+// query of its first score.
 template <int kM, int kN>
 __device__ __forceinline__ void mask_scores_transposed(float (&s)[kM][kN][4], const Window& window,
                                                        int row, int column) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void mask_scores_transposed(float (&s)[kM][kN][4], co
   }
 }
 
-// With neither bias nor mask, and rows that take 16-byte copies.
+// The warp of calls with neither bias nor mask, and rows that take 16-byte copies.
 template <class Op, class C>
 struct PlainWarp : KeyTileWarp<Op, C> {
   using Base = KeyTileWarp<Op, C>;
@@ -154,12 +154,12 @@ struct PlainWarp : KeyTileWarp<Op, C> {
       const int next_member = last ? member + 1 : member;
       const int next_tile = last ? tiles.begin : query_tile + 1;
       if constexpr (C::kStages == 1) {
-        __syncthreads();  // nobody reads the tile before
+        __syncthreads();  // no warp still reads the previous tile
         load_queries(member, query_tile, 0);
         ptx::cp_async_commit();
       }
       ptx::cp_async_wait<0>();
-      __syncthreads();  // this stage has landed; nobody reads the other one, P or dS any more
+      __syncthreads();  // this stage is complete; no warp reads the other one, P or dS
       if constexpr (C::kStages == 2) {
         if (next_member < plan.group) load_queries(next_member, next_tile, stage ^ 1);
         ptx::cp_async_commit();
@@ -186,7 +186,7 @@ struct PlainWarp : KeyTileWarp<Op, C> {
       query_tile = next_tile;
       if (C::kStages == 2) stage ^= 1;
     }
-    __syncthreads();  // nobody reads K any more
+    __syncthreads();  // no warp still reads K
     store();
   }
 };

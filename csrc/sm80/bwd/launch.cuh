@@ -1,9 +1,9 @@
-// The host side of the backward: which kernels a call needs, with which tiles, in which workspace.
+// The host side of the backward: the kernels of a call, their tiles, and their workspace.
 //
 //     statistics                    always
 //     backward_kernel               dk, dv, and dq unless its sums over key tiles must be in order
 //     backward_bias_mask_kernel     the same with a bias or a mask, or rows off 16 bytes; dbias
-//                                   where it has a place for every pair
+//                                   if it has an element for every pair
 //     dq_kernel                     after one of the two added up dq
 //     backward_queries_kernel       dq of deterministic calls, and dq alone
 //     bias_gradient_kernel          dbias of a shared bias
@@ -25,15 +25,15 @@ using namespace dbias;
 #ifndef FLASHSCI_TILE_PRESET
 #define FLASHSCI_TILE_PRESET 1
 #endif
-// t4_safe: what fits 64 KiB (up to D 128); ampere_balanced: tiles for 99 KiB, and larger ones where
+// t4_safe: tiles for 64 KiB (up to D 128); ampere_balanced: tiles for 99 KiB, and larger ones if
 // the device has room.
 inline constexpr bool kTight = FLASHSCI_TILE_PRESET == 0;
 inline constexpr int kTilesBudget = 99 * 1024;
 
 // Tiles by padded head dim: head dim, keys, queries, warps over keys, warps over queries, stages,
-// CTAs an SM (, queries at a time). Measured in docs/develop/kernels/sm80_backward.md. Large: plain calls
-// on devices with room; WithBiasMask: the same with a bias or mask, or unaligned rows; Small: all
-// calls elsewhere.
+// CTAs an SM (, queries at a time). Measured in docs/develop/kernels/sm80_backward.md. Large: plain
+// calls on devices with room; WithBiasMask: the same with a bias or mask, or unaligned rows; Small:
+// all calls elsewhere.
 template <int kHeadDim>
 struct KeyTiles;
 template <>
@@ -89,7 +89,7 @@ using BiasTiles = std::conditional_t<
     std::conditional_t<kHeadDim <= 128, BiasTiling<kHeadDim, kTight ? 64 : 128, 64, 1, 2>,
                        BiasTiling<kHeadDim, 64, 32, 1, 2>>>;
 
-// What one call does, before any pointer into the workspace is known.
+// The plan of one call, before any pointer into the workspace is known.
 struct BackwardWork {
   bool large, keys, adds_dq, writes_dq, queries, writes_bias, bias;
   int64_t query_slots;
@@ -106,8 +106,8 @@ BiasPlan plan_bias(const FlashsciBackwardParams& p) {
   const int64_t owners = BiasPlan::product(plan.own);
   const int64_t members = BiasPlan::product(plan.members);
   if (owners == 0) return plan;
-  // As many CTAs as the device works on at a time, or a few times that, so that the last wave is
-  // full; to start and end one takes as long as kOverhead members.
+  // The number of CTAs that the device runs at a time, or a few times that, so that the last wave
+  // is full; a CTA's start and end take as long as kOverhead members.
   constexpr int64_t kOverhead = 6, kMostWaves = 12;
   const int64_t slots = int64_t{C::kMinBlocks} * processors_of(p.device);
   int64_t least = INT64_MAX;
@@ -245,7 +245,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   plan.bias_sums = reinterpret_cast<float*>(workspace + work.statistics_bytes + work.sums_bytes);
   plan.group = p.heads_q / p.heads_k;
   plan.query_slots = static_cast<uint32_t>(work.query_slots);
-  // A scale too small to divide by is applied by itself.
+  // A scale too small to divide by is applied separately.
   const bool folds = p.scale > (p.bias_mask.bias != nullptr ? 1e-6f : 0.f);
   plan.scores = plan_scores(p.scale, p.softcap, folds);
   plan.bias_factor = plan.scores.mode == kScaled ? 1.f / p.scale : 1.f;
@@ -298,7 +298,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
   return cudaSuccess;
 }
 
-// Calls with the smallest padded head dim that holds D and Dv.
+// Calls `call` with the smallest padded head dim that holds D and Dv.
 template <class Call>
 auto with_padded_dim(const FlashsciBackwardParams& p, const Call& call) {
   const int dim = std::max(p.head_dim, p.head_dim_v);

@@ -1,8 +1,8 @@
-// What a warp of a CTA that owns keys carries through the loop over query tiles, and the steps that
+// The state of a warp of a CTA that owns keys in the loop over query tiles, and the steps that
 // PlainWarp (kernel.cuh) and BiasMaskWarp (bias_mask_kernel.cuh) share.
 //
-// Those two know where tensors are, load tiles, make the scores, and have the loop. All else is
-// here: which queries see which keys, exponentials, and what becomes of P and dS.
+// Those two know the places of tensors, load tiles, make the scores, and have the loop. This file
+// has all else: the queries that see keys, exponentials, and the products of P and dS.
 #pragma once
 #include <cstddef>
 
@@ -21,7 +21,7 @@ namespace flashsci::sm80::bwd {
 template <class Op, class C>
 struct KeyTileWarp {
   using T = Tile<C::kHeadDim>;
-  using TS = Tile<C::kBlockQ>;  // of P^T and dS^T
+  using TS = Tile<C::kBlockQ>;  // P^T and dS^T
   using Shared = BackwardShared<C>;
   using Scores = float[C::kM][C::kN][4];
   using Operand = uint32_t[C::kN / 2][C::kM][4];
@@ -44,9 +44,9 @@ struct KeyTileWarp {
   const int queries, keys;  // of the sequence
   const int warp_key;       // first key of this warp
   const uint32_t k_tile, q_tile, ds_tile, statistics_tile;
-  // Where this lane's fragments of P^T and dS^T go: key lane / 4, query lane % 4 * 2.
+  // The place of this lane's fragments of P^T and dS^T: key lane / 4, query lane % 4 * 2.
   const uint32_t products_out;
-  // By reference: an array that loops index would keep the whole object in memory until they are
+  // By reference: arrays that loops index would keep the whole object in memory until the loops are
   // unrolled, too late for most of the optimiser.
   Sums& sums;
 
@@ -73,17 +73,17 @@ struct KeyTileWarp {
     for (int i = 0; i < C::kSums; ++i) set_zero(sums[i]);
   }
 
-  // Queries [step, step + kStep) of the tile are this warp's, one step after the other.
+  // Queries [step, step + kStep) of the tile belong to this warp, one step after the other.
   __device__ __forceinline__ int first_step() const { return warp_q * C::kQueries; }
   __device__ __forceinline__ int end_step() const { return (warp_q + 1) * C::kQueries; }
 
-  // Of the kStep queries from `query` on, some see some of this warp's keys.
+  // Whether some of the kStep queries from `query` on see some of this warp's keys.
   __device__ __forceinline__ bool any_seen(int query) const {
     const int last_query = min(query + C::kStep, queries) - 1;
     const int last_key = min(warp_key + C::kKeys, keys) - 1;
     return query < queries && window.begin(query) <= last_key && window.end(last_query) > warp_key;
   }
-  // All of them see all of its keys.
+  // Whether all of them see all of its keys.
   __device__ __forceinline__ bool all_seen(int query) const {
     const int last_query = min(query + C::kStep, queries) - 1;
     return window.begin(last_query) <= warp_key && window.end(query) >= warp_key + C::kKeys;
@@ -96,11 +96,11 @@ struct KeyTileWarp {
     const uint32_t target = statistics_tile + (stage * C::kBlockQ + thread) * 8;
     if (row + thread < queries)
       ptx::cp_async_small<8>(target, source + thread, 8);
-    else  // no probability, whatever the scores of rows that do not exist
+    else  // no probability, for any scores of rows past the last
       ptx::st_shared(target, make_uint2(__float_as_uint(-INFINITY), 0));
   }
 
-  // Where this lane finds the statistics of its columns.
+  // The address of the statistics of this lane's columns.
   __device__ __forceinline__ uint32_t statistics_of(int stage, int step) const {
     return statistics_tile + (stage * C::kBlockQ + step) * 8 + lane % 4 * 16;
   }
@@ -137,7 +137,7 @@ struct KeyTileWarp {
 #pragma unroll
     for (int i = 0; i < C::kN / 2 * C::kM * 4; ++i) a[i / (4 * C::kM)][i / 4 % C::kM][i % 4] = 0;
   }
-  // dS^T for dQ, and what partners multiply.
+  // Stores dS^T for dQ, and the operands of partner warps.
   __device__ __forceinline__ void share_products(const Operand& p16, const Operand& ds16,
                                                  int step) const {
 #pragma unroll
@@ -179,7 +179,7 @@ struct KeyTileWarp {
       }
     }
   }
-  // dV or dK of the queries that other warps of the group had.
+  // dV or dK of the queries of other warps of the group.
   __device__ __forceinline__ void add_partners(uint32_t q_stage) {
     if constexpr (C::kRoles == 2) {
       const uint32_t left = ds_tile + (role == 0 ? kFromDs : 0) +
@@ -232,15 +232,15 @@ struct KeyTileWarp {
       ptx::red_add(target + i * 32, dq[i / (8 * C::kDqPairs)][i / 4 % (2 * C::kDqPairs)][i % 4]);
   }
 
-  // Which gradients this warp has.
+  // The gradients that this warp has.
   __device__ __forceinline__ bool has_dv() const {
     return p.dv != nullptr && (C::kRoles == 1 || role == 0);
   }
   __device__ __forceinline__ bool has_dk() const {
     return p.dk != nullptr && (C::kRoles == 1 || role == 1);
   }
-  // To where this warp's rows of it are, through the tile that K or V had. kDealt: keys are in the
-  // rows of the tile that row_of_key says.
+  // Stores this warp's rows of a gradient, through the tile that K or V had. kDealt: keys are in
+  // the rows of the tile that row_of_key gives.
   template <bool kDealt>
   __device__ __forceinline__ void store_dv(uint16_t* dv) const {
     store_gradient<Op, C::kHeadDim, kDealt>(sums[0], 1.f,

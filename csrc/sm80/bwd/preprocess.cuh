@@ -1,9 +1,9 @@
-// What comes before and after the backward products, row by row of the queries.
+// The kernels before and after the backward products, by rows of queries.
 //
 // Maths     statistics_i = (-lse_i log2(e), -delta_i), delta_i = sum_d dout_id out_id - dlse_i;
 //           before that the fp32 sums of dq are zeroed. After: dq = scale * sums, rounded.
 // Roles     statistics_kernel: a row is read by 4 to 32 lanes, 16 bytes each. dq_kernel: a CTA
-//           turns one tile of sums, whose order is that of the fragments that were added
+//           converts one tile of sums, whose order is that of the fragments that were added
 //           (BackwardTiling).
 // Shared    None.
 // Pipeline  None: enough CTAs.
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kRowThreads, 6)
     reinterpret_cast<float4*>(plan.dq_sums)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
-// A thread turns what the four lanes of a quad have of one row of one n8 block.
+// A thread converts the values of a quad's four lanes for one row of one n8 block.
 template <class Op, class C>
 __global__ void __launch_bounds__(kRowThreads, 6)
     dq_kernel(const __grid_constant__ FlashsciBackwardParams p,

@@ -1,5 +1,5 @@
-// What a CTA that owns keys works on. Where the main loop has no register to spare for pointers, it
-// is found by the first warp and kept in shared memory.
+// The work of a CTA that owns keys. If the main loop has no register to spare for pointers, the
+// first warp finds it and keeps it in shared memory.
 #pragma once
 #include "../../ptx/redux.cuh"
 #include "../../ptx/shared.cuh"
@@ -11,10 +11,10 @@ namespace flashsci::sm80::bwd {
 template <class C>
 struct KeyTile {
   const TileCoord place;
-  int tile, segment = 0;               // of the sequence, and which that is, see varlen.cuh
+  int tile, segment = 0;  // index in the sequence, and the sequence's index, see varlen.cuh
   int first_key = 0, first_query = 0;  // where the sequence begins
   int keys, queries;                   // of the sequence
-  int zero_rows = 0;                   // queries without keys, whose dq is this CTA's to write
+  int zero_rows = 0;                   // queries without keys, whose dq this CTA writes
 
   __device__ __forceinline__ KeyTile(const FlashsciBackwardParams& p, uint32_t tiles)
       : place(blockIdx.x, tiles, p.heads_k, p),
@@ -42,7 +42,7 @@ struct KeyTile {
   __device__ __forceinline__ int first_slot() const { return first_query / C::kBlockQ + segment; }
 };
 
-// Query tiles [begin, end) that see any key of a tile; all of them where dq is written with dk.
+// Query tiles [begin, end) that see any key of a tile; all of them if dq is written with dk.
 template <class C>
 struct SeeingTiles {
   int begin, end;
@@ -79,7 +79,7 @@ struct alignas(128) KeyTileWork {
   int tile_key;               // first key of the tile in its sequence
   int zero_rows;              // queries without keys, whose dq is written here
 
-  // By one whole warp.
+  // Called by one whole warp.
   template <class C>
   __device__ __forceinline__ void find(const FlashsciBackwardParams& p, const BackwardPlan& plan,
                                        uint32_t tiles) {
@@ -125,7 +125,7 @@ struct alignas(128) KeyTileWork {
   }
 };
 
-// A pointer of the record, by its shared address: read where it is used, never kept.
+// A pointer of the record, by its shared address: read at each use, never kept.
 template <class T>
 __device__ __forceinline__ T* kept(uint32_t address) {
   return reinterpret_cast<T*>(ptx::ld_shared_u64(address));

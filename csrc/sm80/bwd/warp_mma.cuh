@@ -11,7 +11,7 @@
 
 namespace flashsci::sm80::bwd {
 
-// Where this lane points an ldmatrix.x4 of a Tile, in bytes from the tile. As left operand, or as
+// This lane's address for an ldmatrix.x4 of a Tile, in bytes from the tile. As left operand, or as
 // right operand through the transpose: 16 rows x 1 chunk, twice. As right operand, or as left one
 // through the transpose: 8 rows x 2 chunks, twice, so that the registers of an n8 block (of an m16
 // block) are neighbours.
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t lane_by_chunks(uint32_t lane = threadIdx.x %
   return Tile<kCols>::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// A span of kChunkPairs pairs of chunks (16 columns each), the part-th of its tile. Where spans and
+// A span of kChunkPairs pairs of chunks (16 columns each), the part-th of its tile. If spans and
 // the groups of the swizzle nest, the start absorbs the part; else every address is computed.
 template <int kCols, int kChunkPairs>
 struct Span {

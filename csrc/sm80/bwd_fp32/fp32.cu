@@ -1,5 +1,5 @@
-// fp32 instances of the sm80 backward: head dimensions up to 128, and up to 256 where a block has
-// 227 KiB of shared memory.
+// fp32 instances of the sm80 backward: head dimensions up to 128, and up to 256 if a block has 227
+// KiB of shared memory.
 #include <algorithm>
 
 #include "launch.cuh"
@@ -11,7 +11,7 @@ namespace {
 template <int... kShape>
 using Tile = BackwardTile<kShape...>;
 
-// What is done with the tiles of a head dimension: those of keys, of queries, of the bias.
+// Uses of the tiles of a head dimension: those of keys, of queries, of the bias.
 template <class Do>
 auto with_tiles(const FlashsciBackwardParams& p, Do&& act) {
   const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;

@@ -4,13 +4,13 @@
 //           dlse_i; dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K. Products as in
 //           fwd_fp32/kernel.cuh.
 // Roles     One kernel twice. kKeys: a CTA owns a tile of keys and goes through the queries of all
-//           heads that share them (dK, dV: four products). Else it owns a tile of queries and goes
-//           through the keys (dQ and the gradient of a bias that is not shared: three products).
-//           Rows are what the CTA owns, 16 kM of each warp; columns are what streams by.
+//           heads that share them (dK, dV: four products). Otherwise it owns a tile of queries and
+//           goes through the keys (dQ and the gradient of a bias that is not shared: three
+//           products). Rows belong to the CTA, 16 kM to each warp; columns stream by.
 // Shared    Halves of the rows of both kinds (Q and dO, or K and V), raw at first; a stream of the
 //           other two; statistics of the columns if they are queries: `BackwardStorage`.
 // Pipeline  As in the forward. P and dS of a tile are scaled row by row before they become halves.
-// Limits    HMMA and everything else take turns: docs/develop/kernels/sm80_fp32.md.
+// Limits    HMMA and other instructions take turns: docs/develop/kernels/sm80_fp32.md.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -31,7 +31,7 @@
 
 namespace flashsci::sm80::bwd_fp32 {
 
-// S becomes cap tanh(factor S), of factor 1 then; dS, given dP - delta, takes the slope.
+// S becomes cap tanh(factor S), with factor 1 afterwards; dS, given dP - delta, takes the slope.
 template <int kM, int kN>
 __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
                                            float (&factor)[kM][2], float cap) {
@@ -77,10 +77,10 @@ __device__ __forceinline__ void store_bias_gradient(const float (&ds)[kM][kN][4]
   }
 }
 
-enum Rows { kQueries, kKeysBoth, kKeysK, kKeysV };  // what a CTA owns, and the gradients it makes
+enum Rows { kQueries, kKeysBoth, kKeysK, kKeysV };  // rows that a CTA owns, gradients it makes
 
-// What a warp makes of its rows. Apart from what else it carries: beside arrays that loops go
-// through, the compiler keeps scalars in memory until it has unrolled them.
+// A warp's results for its rows. They are separate from its other state: the compiler keeps scalars
+// in the same object as looped-over arrays in memory until it has unrolled the loops.
 template <class C, int kWhat>
 struct BackwardRows {
   static constexpr bool kX = kWhat != kKeysV;                        // dQ or dK
@@ -97,7 +97,7 @@ struct BackwardRows {
   }
 };
 
-// Which rows a CTA owns, of a packed sequence or of all there are.
+// The rows that a CTA owns, of a packed sequence or of a dense one.
 struct OwnRows {
   int tile, first_row, rows, first_column, columns;
 };
@@ -115,10 +115,10 @@ struct BackwardWarp {
   using PairTile = BiasMaskTile<kHasBiasMask ? C::kM : 1, kHasBiasMask ? C::kN : 2>;
   using Scores = float[C::kM][C::kN][4];  // [m16, n8 of columns, fragment]
   using Factor = float[C::kM][2];
-  static constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers
+  static constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // limited by registers
   static constexpr int kToY = sizeof(ColumnTile);  // from tile 0 of the stream to tile 1
 
-  // Which tile of columns: one of the tiles of a head of the group, < 0 if none is left.
+  // A tile of columns: one of the tiles of a head of the group, < 0 if none is left.
   struct Position {
     int head, tile;
   };
@@ -128,16 +128,16 @@ struct BackwardWarp {
   BackwardStorage<C>& shared;
   const HeadCoord& place;
   const OwnRows& own;
-  const uint32_t group;  // heads of queries that share one of keys
+  const uint32_t group;  // query heads per key head
   const int tile_row, warp, lane, warp_row;
   const Window window;  // row r sees columns [begin(r), end(r))
   const VisibleTiles<C::kBlockColumns> visible;
   ColumnStream& stream;
-  const uint32_t row_head;                                  // of keys
+  const uint32_t row_head;                                  // head of keys
   const uint32_t x_start, y_start;                          // in the halves of the rows
-  const uint32_t x_rows, x_rows_high, x_dims, x_dims_high;  // in those of the stream
+  const uint32_t x_rows, x_rows_high, x_dims, x_dims_high;  // in the halves of the stream
   const bool three;
-  const uint32_t first_head;  // of queries
+  const uint32_t first_head;  // of the queries
   PairTile& pair_tile;
   Rows& rows;
 
@@ -231,7 +231,7 @@ struct BackwardWarp {
           tile_row + row < own.rows ? __ldg(of_rows + row) : make_float2(INFINITY, 0.f);
     }
   }
-  // The rows, as halves, and the first tile.
+  // Loads the rows, as halves, and the first tile.
   __device__ __forceinline__ void load_first(Position at) {
     load_bias_mask(at);
     const uint32_t x_tile = ptx::shared_address(&shared.x), y_tile = ptx::shared_address(&shared.y);
@@ -263,12 +263,13 @@ struct BackwardWarp {
 
   // --- a tile of columns
 
-  // Of the query of an element of the scores.
+  // The statistics of the query of a score element.
   __device__ __forceinline__ float2 statistics_of(int m, int n, int e) const {
     return kKeys ? shared.statistics[1][n / 2 * 16 + lane % 4 * 4 + n % 2 * 2 + e % 2]
                  : rows.statistics[m][e / 2];
   }
-  // dP - delta out of what dP is in the halves. One factor after the other: their product may vanish.
+  // dP - delta, from dP in units of the halves. One factor after the other: their product may
+  // underflow.
   __device__ __forceinline__ void subtract_delta(Scores& dp) const {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
@@ -277,7 +278,7 @@ struct BackwardWarp {
           fmaf(dp[m][n][e] * rows.y_factor[m][e / 2], stream.factor(1), -statistics_of(m, n, e).y);
     }
   }
-  // Softcap, bias and mask; factor becomes what leads from s to what is exponentiated.
+  // Softcap, bias and mask; factor becomes the factor from s to exponents.
   __device__ __forceinline__ void modify_scores(Scores& s, Scores& dp, Factor& factor,
                                                 int of_group) const {
 #pragma unroll
@@ -339,7 +340,7 @@ struct BackwardWarp {
                                                   opaque(x_dims_high) + kTensor * kToY, factor,
                                                   three);
   }
-  // next: of which the bias and the mask are to be on their way.
+  // next: the tile whose bias and mask are loaded meanwhile.
   __device__ __forceinline__ void step(Position at, Position next) {
     const int first = at.tile * C::kBlockColumns;
     Scores s, dp;
@@ -355,7 +356,7 @@ struct BackwardWarp {
       mask_interleaved(s, window, warp_row + lane / 4, first + lane % 4 * 4);
     if (kHasBiasMask && next.head >= 0) load_bias_mask(next);
     const bool large = any_large_statistics();
-    // Beside the products of wide heads the limit is nothing, and a branch costs registers.
+    // In the products of wide heads the limit costs nothing, and a branch costs registers.
     if (C::kDim >= 128 || large)
       exponentiate(s, dp, factor, 1.f);
     else
@@ -399,7 +400,7 @@ struct BackwardWarp {
 #pragma unroll 1
     while (head >= 0) {
       ptx::cp_async_wait<0>();
-      __syncthreads();  // the raw tile has landed; nobody reads the halves of the last one any more
+      __syncthreads();  // the raw tile is complete; no warp still reads the halves of the last one
       if (kKeys) {
         for (int i = threadIdx.x; i < C::kBlockColumns; i += C::kThreads)
           shared.statistics[1][i] = shared.statistics[0][i];

@@ -1,10 +1,9 @@
-// The host side of the fp32 backward: which kernels a call needs, with which tiles, in which
-// workspace.
+// The host side of the fp32 backward: the kernels of a call, their tiles, and their workspace.
 //
 //     statistics_fp32_kernel            always
 //     backward_fp32_kernel, of keys     dk, dv
-//     backward_fp32_kernel, of queries  dq, and dbias where it has a place for every pair
-//     backward_short_fp32_kernel        these two in one, where keys are few and heads small
+//     backward_fp32_kernel, of queries  dq, and dbias if it has an element for every pair
+//     backward_short_fp32_kernel        these two in one, if keys are few and heads small
 //     bias_gradient_fp32_kernel         other dbias
 #pragma once
 #include <algorithm>
@@ -19,7 +18,7 @@ namespace flashsci::sm80::bwd_fp32 {
 
 using namespace dbias_fp32;
 
-// What one call does, before any pointer into the workspace is known.
+// The plan of one call, before any pointer into the workspace is known.
 struct BackwardFp32Work {
   bool keys, queries, bias, writes_bias;
   BiasFp32Plan bias_plan;
@@ -76,7 +75,7 @@ cudaError_t launch_queries(const FlashsciBackwardParams& p, const BackwardFp32Pl
              : launch_tile<typename Tiles::Plain, kQueries, false>(p, plan, stream);
 }
 
-// dk and dv, one after the other where both do not fit the registers.
+// dk and dv, one after the other if both do not fit the registers.
 template <class C, bool kHasBiasMask>
 cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
                         cudaStream_t stream) {
@@ -100,12 +99,12 @@ cudaError_t launch_short(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
                                                p.device, stream, p, plan);
 }
 
-// Up to 160 keys and head dims up to 32: both operands of all queries of such a row fit beside
-// them.
+// Up to 160 keys and head dims up to 32: shared memory holds both operands of all queries of such a
+// row as well.
 template <int kDim>
 using WideShortTile = ShortTile<kDim, 5, 144, 2>;
 
-// Whether one CTA takes all keys of a head, and there are CTAs enough.
+// Whether one CTA takes all keys of a head, and there are enough CTAs.
 template <int kDim>
 bool takes_short(const FlashsciBackwardParams& p) {
   const bool enough = p.batch0 * p.batch1 * p.heads_k >= 64 || p.seq_q <= 256;
@@ -156,7 +155,7 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
 
   cudaError_t error = cudaSuccess;
   if (heads * p.seq_q > 0) {
-    int lanes = 4;  // of a row
+    int lanes = 4;  // per row
     while (lanes < 32 && lanes * 4 < p.head_dim_v) lanes *= 2;
     const int64_t tiles_of_rows = (int64_t{p.seq_q} + 256 / lanes - 1) / (256 / lanes);
     error = launch<statistics_fp32_kernel>(tiles_of_rows * heads, 256, 0, p.device, stream, p,

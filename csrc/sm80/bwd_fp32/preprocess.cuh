@@ -1,4 +1,4 @@
-// The first kernel of the fp32 backward: what its other kernels know of the queries.
+// The first kernel of the fp32 backward: the statistics of the queries for its other kernels.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,7 +10,7 @@
 
 namespace flashsci::sm80::bwd_fp32 {
 
-// lse in log2 units (+inf where there is no key: P is 0 then) and delta of every query.
+// lse in log2 units (+inf for a row without keys: P is then 0) and delta of every query.
 __global__ void __launch_bounds__(256, 4)
     statistics_fp32_kernel(const __grid_constant__ FlashsciBackwardParams p, float2* statistics,
                            uint32_t tiles, int lanes, int vector) {

@@ -1,12 +1,12 @@
 // Backward attention in fp32 for short rows of keys and small heads: all gradients in one pass.
 //
-// Maths     As kernel.cuh, with five products rather than seven: S^T = K Q^T, dP^T = V dO^T,
-//           dV += P^T dO, dK += dS^T Q, dQ += dS K.
+// Maths     As kernel.cuh, with five products rather than seven: S^T = K Q^T, dP^T = V dO^T, dV +=
+//           P^T dO, dK += dS^T Q, dQ += dS K.
 // Roles     A CTA owns all keys of one (key head, batch), a warp 32 of them, and goes through the
-//           queries in chunks of kQueries, 16 at a time. At any time its warps are at different 16
-//           queries, in an order that never changes: dQ is summed up without atomics.
-// Shared    Halves of K and V and, of a chunk, of Q and dO, each row with its own power of two;
-//           dQ of the chunk: `ShortStorage`.
+//           queries in chunks of kQueries, 16 at a time. At any time its warps are at different
+//           groups of 16 queries, in a fixed order: dQ is summed without atomics.
+// Shared    Halves of K and V and, for a chunk, of Q and dO, each row with its own power of two; dQ
+//           of the chunk: `ShortStorage`.
 // Pipeline  None: other CTAs work while one waits. One barrier for every 16 queries.
 // Limits    Conversions to halves, three for every score: docs/develop/kernels/sm80_fp32.md.
 #pragma once
@@ -28,9 +28,9 @@
 
 namespace flashsci::sm80::bwd_fp32 {
 
-// Rows of all four operands have scales of their own. A product that sums over such rows takes them
-// into its other factor (P or dS), rows of which get a new scale from what they hold then: rows of
-// any size, and hidden keys that hold anything, need no further pass.
+// Rows of all four operands have their own scales. A product that sums over such rows multiplies
+// the scales into its other factor (P or dS), whose rows are then rescaled: rows of any size, and
+// hidden keys with any contents, need no further pass.
 
 template <int kDim_, int kWarps_, int kQueries_, int kMinBlocks_>
 struct ShortTile {
@@ -38,17 +38,17 @@ struct ShortTile {
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr int kThreads = kWarps * 32, kKeys = kWarps * 32;  // at most; a multiple of 32
   static constexpr int kDimBlocks = kDim / 8;
-  static constexpr int kSumStride = kDim + 8;  // of dQ: no bank conflicts
+  static constexpr int kSumStride = kDim + 8;  // for dQ: no bank conflicts
 };
 
 template <class C>
 struct alignas(128) ShortStorage {
   SplitFp16Tile<C::kKeys, C::kDim> k, v;
   SplitFp16Tile<C::kQueries, C::kDim> q, dout;
-  float k_factor[C::kKeys], v_factor[C::kKeys];  // what to multiply the halves of a row by
+  float k_factor[C::kKeys], v_factor[C::kKeys];  // factors of the halves of a row
   float4 queries[C::kQueries];                   // lse in log2 units, delta, factors of Q, of dO
   float dq[C::kQueries * C::kSumStride];
-  HeadCoord place[1];   // batch_head is that of the batch alone
+  HeadCoord place[1];   // batch_head is the index of the batch alone
   uint32_t first_head;  // of the queries
 };
 
@@ -57,14 +57,14 @@ __device__ __forceinline__ int place_of_key(int key) {
   return key / 32 * 32 + key % 4 * 8 + key % 32 / 4;
 }
 
-// Rows [0, count) of a tensor to halves, zeros from rows_valid and cols_valid on; put(row, factor).
-// The factor of a row of zeros is 0: P and dS take it in, and what multiplies such a row (padding)
-// must not decide the power of two of its neighbours.
+// Converts rows [0, count) of a tensor to halves, zeros from rows_valid and cols_valid on; put(row,
+// factor). The factor of a row of zeros is 0: P and dS are multiplied by it, so that the
+// multipliers of such a row (padding) do not decide the power of two of their neighbours.
 template <class Tile, int kDim, bool kOfKeys, class Put>
 __device__ __forceinline__ void load_split_fp16(uint32_t tile, const float* __restrict__ global,
                                                 int64_t row_stride, int count, int rows_valid,
                                                 int cols_valid, bool vector, Put&& put) {
-  constexpr int kParts = kDim / 8;  // threads of a row
+  constexpr int kParts = kDim / 8;  // threads per row
   using SplitFp16 = typename Tile::Rows;
 #pragma unroll 1
   for (int i = threadIdx.x; i < count * kParts; i += blockDim.x) {
@@ -127,8 +127,8 @@ __device__ __forceinline__ float part(const float4& x, int i) {
   return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
 }
 
-// Gradients of a warp's keys. Apart from what else it carries: beside arrays that loops go through,
-// the compiler keeps scalars in memory until it has unrolled them.
+// Gradients of a warp's keys. They are separate from its other state: the compiler keeps scalars in
+// the same object as looped-over arrays in memory until it has unrolled the loops.
 template <class C>
 struct ShortRows {
   float dv[2][C::kDimBlocks][4], dk[2][C::kDimBlocks][4];  // [m16 of keys, n8 of dims, fragment]
@@ -140,14 +140,14 @@ struct ShortRows {
 };
 
 // A warp of the CTA: its keys, and its part of the loads. `run` is the loop over chunks of queries,
-// `pass` that over the 16 queries of a chunk that a warp is at, `step` what happens to them.
+// `pass` the loop over groups of 16 queries of a chunk, `step` the work on one group.
 template <class C>
 struct ShortWarp {
   using KeyTile = SplitFp16Tile<C::kKeys, C::kDim>;
   using QueryTile = SplitFp16Tile<C::kQueries, C::kDim>;
   using Scores = float[2][2][4];  // [m16 of keys, n8 of queries, fragment]
   static constexpr int kToV = sizeof(KeyTile), kToDout = sizeof(QueryTile);
-  static constexpr bool kPrefetch = C::kDim <= 16;  // registers
+  static constexpr bool kPrefetch = C::kDim <= 16;  // limited by registers
 
   // Queries of one of the heads that share the keys; tiles of 16.
   struct Chunk {
@@ -244,7 +244,7 @@ struct ShortWarp {
       shared.queries[i].x = x.x, shared.queries[i].y = x.y;
     }
   }
-  // Q and dO as halves, what is known of the queries, and zeros in dQ.
+  // Q and dO as halves, the statistics of the queries, and zeros in dQ.
   __device__ __forceinline__ void load(const Chunk& chunk) {
     load_queries(chunk, q_tile, p.q, p.q_strides, chunk.rows, p.head_dim,
                  [&](int row, float factor) { shared.queries[row].z = factor; });
@@ -256,7 +256,7 @@ struct ShortWarp {
     for (int i = threadIdx.x; i < chunk.tiles * 16 * C::kSumStride; i += blockDim.x)
       shared.dq[i] = 0.f;
   }
-  // The bias of 16 queries on its way to the second-level cache, a step ahead.
+  // Prefetches the bias of 16 queries into the second-level cache, a step ahead.
   __device__ __forceinline__ void prefetch_bias(const Chunk& chunk, int tile) const {
     const FlashsciScoreStrides& s = p.bias_mask.bias_strides;
     if (!plan.bias_mask.vector_bias || tile >= chunk.tiles || lane_key >= p.seq_k) return;
@@ -363,7 +363,7 @@ struct ShortWarp {
     }
   }
 
-  // --- gradients from 16 queries; s is used up, then dp
+  // --- gradients from 16 queries; s is consumed, then dp
 
   // sum += s^T times rows of Q or dO, kTo + tile_bytes from the first halves of Q. kTo is not part
   // of tile_bytes: such a sum would be kept in a register.
@@ -390,7 +390,7 @@ struct ShortWarp {
       s[i / 8][i / 4 % 2][i % 4] = dp[i / 8][i / 4 % 2][i % 4] * queries[i / 4 % 2 * 8 + i % 2].z;
     add_product<0>(keys.dk, s, tile_bytes);
   }
-  // Scales dS by query, which are columns; of_column is what to multiply them by.
+  // Scales dS by query, which are columns; of_column: the inverse factors.
   __device__ __forceinline__ void normalise_columns(Scores& dp, float (&of_column)[2][2]) const {
     const float4 k_factor = *reinterpret_cast<const float4*>(shared.k_factor + opaque(lane_key));
 #pragma unroll
@@ -410,7 +410,7 @@ struct ShortWarp {
       for (int r = 0; r < 4; ++r) dp[r / 2][n][r % 2 * 2 + c] *= power_of_two(scale);
     }
   }
-  // dQ of the 16 queries, in shared memory: no other warp is at them.
+  // dQ of the 16 queries, in shared memory: no other warp works on them.
   __device__ __forceinline__ void add_dq(Scores& dp, int tile) {
     float of_column[2][2];
     normalise_columns(dp, of_column);
@@ -461,7 +461,7 @@ struct ShortWarp {
     const float4* queries = shared.queries + tile * 16 + opaque(lane) % 4 * 2;
     const bool partial = window.begin(last) > first_key || window.end(first) < first_key + 32;
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {  // one after the other: registers
+    for (int n = 0; n < 2; ++n) {  // one after the other, for lack of registers
       const int row = query + n * 8;
       const float4 of[2] = {queries[n * 8], queries[n * 8 + 1]};
       scale(s, dp, n, of);
@@ -488,7 +488,7 @@ struct ShortWarp {
       if (tile < chunk.tiles && window.begin(first) < first_key + 32 &&
           window.end(last) > first_key)
         step(chunk, tile, first, last);
-      __syncthreads();  // the warps change places
+      __syncthreads();  // the warps move to other queries
     }
   }
 
@@ -530,7 +530,7 @@ struct ShortWarp {
       for (uint32_t first = 0; first < static_cast<uint32_t>(p.seq_q); first += C::kQueries) {
         const int rows = min(p.seq_q - static_cast<int>(first), C::kQueries);
         const Chunk chunk{member, first, rows, (rows + 15) / 16};
-        __syncthreads();  // nobody reads the chunk before
+        __syncthreads();  // no warp still reads the previous chunk
         load(chunk);
         __syncthreads();
         pass(chunk);

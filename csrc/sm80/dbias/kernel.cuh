@@ -1,13 +1,14 @@
-// The gradient of a bias that is shared: reduced to the bias's own shape, without atomics.
+// The gradient of a shared bias, reduced to the bias's own shape, without atomics.
 //
 // Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks.
 // Roles     A CTA owns a tile of dbias, 64 to 128 rows x 32 to 64 keys (one row or one key, if the
 //           bias has one), and adds up its members: the batches, heads, row tiles and key tiles
-//           that share it. Where tiles are few, `splits` CTAs share the members of one and leave
+//           that share it. If tiles are few, `splits` CTAs share the members of one and leave
 //           partial sums to bias_sum_kernel. All on grid.x. Four warps, 32 (D > 128: 16) query rows
 //           each.
-// Shared    kStages x (Q, dO, K, V): `BiasShared`; in the end the sums of the warps.
-// Pipeline  With two stages the tiles of the next member fly during the products of this one.
+// Shared    kStages x (Q, dO, K, V): `BiasShared`; at the end the sums of the warps.
+// Pipeline  With two stages the tiles of the next member are copied during the products of this
+//           one.
 // Limits    Two products a member and tile, and the loads from L2.
 #pragma once
 #include "../../core/dbias_reduce.cuh"
@@ -16,7 +17,7 @@
 
 namespace flashsci::sm80::dbias {
 
-using namespace bwd;  // of which it is a part
+using namespace bwd;  // this kernel is part of the backward
 using namespace dq;
 
 template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kStages_, int kMinBlocks_>
@@ -32,7 +33,7 @@ struct alignas(128) BiasShared {
   alignas(16) uint8_t shown[2][C::kBlockK];             // [member % 2, kBlockK]: a mask of keys
 };
 
-// Scores that could not start from the bias, columns from n8 block `first` of it.
+// Adds the bias to scores that could not start from it, columns from n8 block `first` of it.
 template <int kM, int kN, int kAll>
 __device__ __forceinline__ void add_late(float (&s)[kM][kN][4], const float (&addend)[kM][kAll][4],
                                          int first, const BackwardPlan& plan) {
@@ -46,7 +47,7 @@ __device__ __forceinline__ void add_late(float (&s)[kM][kN][4], const float (&ad
   }
 }
 
-// What a thread carries through the members of one tile of dbias.
+// The state of a thread through the members of one tile of dbias.
 template <class Op, class C>
 struct BiasGradient {
   using T = Tile<C::kHeadDim>;
@@ -70,7 +71,7 @@ struct BiasGradient {
   const uint32_t k_tile = ptx::shared_address(shared.k), v_tile = ptx::shared_address(shared.v);
   const int own_row = own.index[3] * C::kBlockQ + warp * C::kRows + lane / 4;  // this lane's first
   const int own_key = own.index[4] * C::kBlockK + lane % 4 * 2;
-  // A mask that is the same for all queries comes a byte a thread, and one member ahead.
+  // A mask that is the same for all queries is loaded one byte per thread, one member ahead.
   const bool key_mask = p.bias_mask.mask != nullptr && p.bias_mask.mask_strides.row == 0;
   const bool pair_mask = p.bias_mask.mask != nullptr && p.bias_mask.mask_strides.row != 0;
 
@@ -115,8 +116,8 @@ struct BiasGradient {
 
   // --- a member
 
-  // What S and dP - delta start from; keys from n8 block `first` of the tile on. shown: of the
-  // first of them.
+  // The initial values of S and dP - delta, for keys from n8 block `first` of the tile on. shown:
+  // the mask of the first of them.
   __device__ __forceinline__ void start(StepTile& s, StepTile& dp, const Statistics& statistics,
                                         const TileSums& addend, int first,
                                         const uint8_t* shown) const {
@@ -132,7 +133,7 @@ struct BiasGradient {
       }
     }
   }
-  // What of the bias and the masks S could not start from.
+  // Applies the parts of the bias and the masks that S could not start from.
   __device__ __forceinline__ void complete_scores(StepTile& s, const TileSums& addend, int first,
                                                   const BiasMember& member, int warp_row,
                                                   int warp_last_row, int key) const {
@@ -146,7 +147,7 @@ struct BiasGradient {
     if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
       mask_scores(s, window, warp_row + opaque(lane) / 4, key + opaque(lane) % 4 * 2);
   }
-  // sum += dS, of the keys from n8 block `first` of the tile on.
+  // sum += dS, for the keys from n8 block `first` of the tile on.
   __device__ __forceinline__ void add_ds(TileSums& sum, StepTile& s, const StepTile& dp,
                                          const Statistics& statistics, int first) const {
 #pragma unroll
@@ -189,8 +190,8 @@ struct BiasGradient {
     }
   }
 
-  // To dbias, or to this split's partial sums; over the rows or keys of the tile itself, where the
-  // bias has one for all.
+  // Writes to dbias, or to this split's partial sums; summed over the rows or keys of the tile
+  // itself, if the bias has one row or key for all.
   __device__ __forceinline__ void write(TileSums& sum) const {
     const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
     const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
@@ -232,14 +233,14 @@ struct BiasGradient {
     for (uint32_t number = begin; number < end; ++number) {
       const BiasMember member = next;
       if constexpr (C::kStages == 1) {
-        __syncthreads();  // nobody reads the member before
+        __syncthreads();  // no warp still reads the previous member
         load(member, 0);
         ptx::cp_async_commit();
       }
       if (key_mask && threadIdx.x < C::kBlockK)
         shared.shown[number % 2][threadIdx.x] = static_cast<uint8_t>(shown);
       ptx::cp_async_wait<0>();
-      __syncthreads();  // this stage has landed; nobody reads the other one
+      __syncthreads();  // this stage is complete; no warp reads the other one
       if (number + 1 < end) {
         next.advance(bias.members);
         if (C::kStages == 2) load(next, stage ^ 1);

@@ -1,12 +1,11 @@
-// The gradient of a bias that is shared, in fp32: reduced to the bias's own shape, without atomics.
+// The gradient of a shared bias, in fp32: reduced to the bias's own shape, without atomics.
 //
 // Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks.
 // Roles     A CTA owns a tile of dbias (one row or one key, if the bias has one) and adds up its
-//           members: the batches, heads, row tiles and key tiles that share it. Where tiles are
-//           few, `splits` CTAs share the members of one and leave partial sums to
-//           bias_sum_fp32_kernel.
-// Shared    As bwd_fp32/kernel.cuh; in the end the sums of the warps.
-// Pipeline  None inside a CTA: the others of the SM work while one waits for its tiles.
+//           members: the batches, heads, row tiles and key tiles that share it. If tiles are few,
+//           `splits` CTAs share the members of one and leave partial sums to bias_sum_fp32_kernel.
+// Shared    As bwd_fp32/kernel.cuh; at the end the sums of the warps.
+// Pipeline  None inside a CTA: the other CTAs of the SM work while one waits for its tiles.
 // Limits    Two products and four conversions to halves for each member and tile.
 #pragma once
 #include <cuda_runtime.h>
@@ -27,15 +26,16 @@
 
 namespace flashsci::sm80::dbias_fp32 {
 
-using namespace bwd_fp32;  // of which it is a part
+using namespace bwd_fp32;  // this kernel is part of the backward
 
 struct BiasFp32Plan : BiasPlan {
   float* sums;  // [splits, elements], if splits > 1
 };
 
 // A warp of the CTA: its rows of the tile of dbias, and its part of the copies and of the
-// conversions. `run` is the loop over members, `add` what a member adds. Arrays are elsewhere:
-// beside them, the compiler keeps scalars in memory until it has unrolled the loops over arrays.
+// conversions. `run` is the loop over members, `add` adds one member. Arrays are stored elsewhere:
+// the compiler keeps scalars in the same object as arrays in memory until it has unrolled the loops
+// over them.
 template <class C>
 struct BiasGradientWarp {
   using RowTile = SplitFp16Tile<C::kBlockRows, C::kDim>;
@@ -88,7 +88,7 @@ struct BiasGradientWarp {
 
   __device__ __forceinline__ void load(const HeadCoord& place, int tile_row, int tile_key) {
     const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
-    __syncthreads();  // nobody reads the member before
+    __syncthreads();  // no warp still reads the previous member
     load_raw<C::kBlockRows, C::kDim, C::kThreads, false>(
         q_tile, rows_of(p.q, p.q_strides, place, place.head, tile_row), p.q_strides.row,
         p.seq_q - tile_row, p.head_dim, plan.vector != 0);
@@ -123,7 +123,7 @@ struct BiasGradientWarp {
 
   // --- a member
 
-  // Softcap, bias and mask; then what is exponentiated is s in natural units.
+  // Softcap, bias and mask; afterwards s in natural units is the exponent.
   __device__ __forceinline__ void modify_scores(Scores& s, const PairTile& pair_tile,
                                                 const BiasMaskOfHead<>& bias_mask) const {
     float factor[C::kM][2];
@@ -162,7 +162,7 @@ struct BiasGradientWarp {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-      // One factor after the other: their product may vanish.
+      // One factor after the other: their product may underflow.
       const float difference =
           fmaf(dp[m][n][e] * factor[m][e / 2], stream.factor(1), -statistics[m][e / 2].y);
       sum[m][n][e] = fmaf(probabilities[m][n][e], difference, sum[m][n][e]);
@@ -184,10 +184,10 @@ struct BiasGradientWarp {
       target[row * p.dbias_strides.row + key * p.dbias_strides.column] = sum[m][n][e];
     }
   }
-  // Where the bias has one row for all: the sums of the rows of the tile.
+  // If the bias has one row for all: the sums over the rows of the tile.
   __device__ __forceinline__ void write_sums_of_rows(float* target, bool own_keys) const {
     auto* warp_sums = reinterpret_cast<float*>(&shared);  // [warp, key of the tile]
-    __syncthreads();                                      // nobody reads Q any more
+    __syncthreads();                                      // no warp still reads Q
 #pragma unroll
     for (int i = 0; i < C::kN * 2; ++i) {
       float x = 0.f;
@@ -237,7 +237,7 @@ struct BiasGradientWarp {
       const int warp_last_row = min(warp_row + C::kRows, p.seq_q) - 1;
       const int last_row = min(tile_row + C::kBlockRows, p.seq_q) - 1;
       if (window.begin(tile_row) >= tile_key + C::kBlockColumns || window.end(last_row) <= tile_key)
-        continue;  // all of the CTA: no key of the tile is seen
+        continue;  // for the whole CTA: no key of the tile is visible
 
       Statistics statistics;
       PairTile pair_tile;

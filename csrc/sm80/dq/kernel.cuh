@@ -6,11 +6,11 @@
 //           128: 16) query rows each. dS leaves its product as left operand of the next: warps
 //           share only tiles of K and V.
 // Shared    Q (later dQ), dO, kStages x (K, V): `QueryShared`.
-// Pipeline  As in the forward: with two stages K_n+1 and V_n+1 fly during tile n, one barrier a
-//           tile.
-// Limits    As the forward: HMMA issue, shared-memory reads. With bwd/kernel.cuh 7 products a tile
-//           where 5 would do: the price of bitwise equal runs, known in advance. Ordered additions
-//           would save it, but a CTA would wait for others, up to a whole grid's skew.
+// Pipeline  As in the forward: with two stages K_n+1 and V_n+1 are copied during tile n, one
+//           barrier a tile.
+// Limits    As in the forward: HMMA issue, shared-memory reads. With bwd/kernel.cuh 7 products a
+//           tile where 5 would do: the price of bitwise equal runs. Ordered additions would save
+//           it, but a CTA would wait for others, up to a whole grid's skew.
 #pragma once
 #include "../../core/bias_mask.cuh"
 #include "../../core/poison.cuh"
@@ -21,7 +21,7 @@
 
 namespace flashsci::sm80::dq {
 
-using namespace bwd;  // of which it is a part
+using namespace bwd;  // this kernel is part of the backward
 
 template <int kHeadDim_, int kBlockQ_, int kBlockK_, int kStages_, int kMinBlocks_>
 struct QueryTiling {
@@ -29,7 +29,7 @@ struct QueryTiling {
   static constexpr int kStages = kStages_, kMinBlocks = kMinBlocks_;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kRows = kBlockQ / kWarps, kM = kRows / 16;
-  static constexpr int kStep = 32, kN = kStep / 8;  // keys at a time
+  static constexpr int kStep = 32, kN = kStep / 8;  // keys per step
   static_assert(kRows % 16 == 0 && kBlockK % kStep == 0, "whole mma tiles");
 };
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ float2 load_pair(const volatile float2* x) {
   return make_float2(x->x, x->y);
 }
 
-// (-lse, -delta) of kRows rows from `statistics` on; rows that are not there have no probability.
+// (-lse, -delta) of kRows rows from `statistics` on; rows past the last have no probability.
 template <int kRows>
 __device__ __forceinline__ void load_row_statistics(float2* shared,
                                                     const float2* __restrict__ statistics,
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_row_statistics(float2* shared,
     ptx::st_shared(target, make_uint2(__float_as_uint(-INFINITY), 0));
 }
 
-// What a warp carries through the loop over tiles of keys, for its kRows query rows.
+// The state of a warp in the loop over tiles of keys, for its kRows query rows.
 template <class Op, class C>
 struct QueryWarp {
   using T = Tile<C::kHeadDim>;
@@ -120,12 +120,12 @@ struct QueryWarp {
         rows);
   }
 
-  // Some of this warp's rows see some of the kStep keys from `key` on.
+  // Whether some of this warp's rows see some of the kStep keys from `key` on.
   __device__ __forceinline__ bool any_seen(int key) const {
     return warp_row < work.seq_q && key < window.end(warp_last_row) &&
            key + C::kStep > window.begin(warp_row);
   }
-  // All of them see all of those.
+  // Whether all of them see all of those.
   __device__ __forceinline__ bool all_seen(int key) const {
     return window.begin(warp_last_row) <= key && window.end(warp_row) >= key + C::kStep;
   }
@@ -141,7 +141,7 @@ struct QueryWarp {
     if (any_large(statistics)) limit_probabilities(s);
     multiply_elements(dp, s);
   }
-  // dQ from kStep keys, which are rows from k_rows and v_rows on.
+  // dQ from kStep keys, whose rows begin at k_rows and v_rows.
   __device__ __forceinline__ void add_step(uint32_t k_rows, uint32_t v_rows, int key) {
     Scores s, dp;
     Statistics statistics;
@@ -191,12 +191,12 @@ struct QueryWarp {
 #pragma unroll 1
     for (int tile = first_tile; tile < end_tile; ++tile) {
       if constexpr (C::kStages == 1) {
-        __syncthreads();  // nobody reads the tile before
+        __syncthreads();  // no warp still reads the previous tile
         load_keys(tile, 0);
         ptx::cp_async_commit();
       }
       ptx::cp_async_wait<0>();
-      __syncthreads();  // this stage has landed; nobody reads the other one
+      __syncthreads();  // this stage is complete; no warp reads the other one
       if constexpr (C::kStages == 2) {
         if (tile + 1 < end_tile) load_keys(tile + 1, stage ^ 1);
         ptx::cp_async_commit();

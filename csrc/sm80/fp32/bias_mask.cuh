@@ -12,7 +12,7 @@
 
 namespace flashsci::sm80 {
 
-// What the host finds out: whether four neighbours of any row are one aligned load.
+// Values that the host derives: whether four neighbours of any row are one aligned load.
 struct BiasMaskAccess {
   int vector_bias, vector_mask;
 
@@ -27,8 +27,8 @@ struct BiasMaskAccess {
   }
 };
 
-// The pairs of one head of one batch, as rows and columns of scores: queries and keys, or the other
-// way round. Strides stay where the kernel parameters are.
+// The bias and mask of one head of one batch, as rows and columns of scores: queries and keys, or
+// the other way round. The strides stay in the kernel parameters.
 template <bool kTransposed = false>
 struct BiasMaskOfHead {
   const FlashsciBiasMask& bias_mask;
@@ -124,7 +124,7 @@ struct BiasMaskTile {
     }
   }
 
-  // s = factor s + bias, in natural units; -inf where the mask hides.
+  // s = factor s + bias, in natural units; hidden scores become -inf.
   template <bool kTransposed>
   __device__ __forceinline__ void apply(float (&s)[kM][kN][4],
                                         const BiasMaskOfHead<kTransposed>& of,
@@ -161,8 +161,8 @@ struct BiasMaskTile {
   }
 };
 
-// Scores of keys outside what the window shows of each row become -inf. row: this lane's first;
-// column: the first of its first four.
+// Scores of keys outside the window of each row become -inf. row: this lane's first; column: the
+// first of its first four.
 template <int kM, int kN>
 __device__ __forceinline__ void mask_interleaved(float (&s)[kM][kN][4], const Window& window,
                                                  int row, int column) {
@@ -184,7 +184,7 @@ __device__ __forceinline__ void mask_interleaved(float (&s)[kM][kN][4], const Wi
   }
 }
 
-// Columns whose state (Stream) has the bit get `value`. column: the first of this lane's.
+// Columns whose state (Stream) has the bit become `value`. column: the first of this lane's.
 template <int kM, int kN>
 __device__ __forceinline__ void set_columns(float (&x)[kM][kN][4], const uint8_t* state, int column,
                                             uint32_t bit, float value) {
@@ -209,12 +209,12 @@ __device__ __forceinline__ void hide_columns(float (&s)[kM][kN][4], const uint8_
   set_columns(s, state, column, kRowHidden, -INFINITY);
 }
 
-// P or dS of columns whose row of that tensor is zero, which adds nothing: else they could decide
-// the power of two by which their neighbours become halves.
+// P or dS becomes 0 for columns whose row of that tensor is zero and so adds nothing: otherwise
+// they could decide the power of two by which their neighbours become halves.
 template <int kM, int kN>
 __device__ __forceinline__ void drop_zero_rows(float (&x)[kM][kN][4], const uint8_t* state,
                                                int column, int tensor) {
-  // A word of the tile's for each lane, to see whether there are any.
+  // Each lane has a word of the tile's states, to see whether there are any.
   static_assert(kN * 2 <= 32, "a lane for each word");
   const uint32_t word = reinterpret_cast<const uint32_t*>(state)[threadIdx.x % (kN * 2)];
   if (__any_sync(0xffffffffu, word & 0x01010101u * (kRowZero << tensor)))

@@ -1,5 +1,5 @@
 // Rows of the fp32 kernels: from memory to halves, each with its own scale, and from accumulators
-// to memory; and what is done to whole fragments of scores.
+// to memory; also operations on whole fragments of scores.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -23,8 +23,8 @@ __device__ __forceinline__ float* rows_of(void* tensor, const FlashsciStrides& s
   return static_cast<float*>(tensor) + place.offset(strides, head) + row * strides.row;
 }
 
-// Makes halves of the raw rows that lie in their place, each with its own power of two; factors
-// [kRows] are what to multiply the halves by.
+// Converts the raw rows in place to halves, each with its own power of two; factors [kRows] are the
+// inverse factors.
 template <int kRows, int kDim, int kThreads>
 __device__ __forceinline__ void convert_in_place(uint32_t tile, float* factors) {
   static_assert(kThreads >= kRows, "a thread has one row or a part of it");
@@ -33,7 +33,7 @@ __device__ __forceinline__ void convert_in_place(uint32_t tile, float* factors) 
   float x[Row::kCount][8];
   row.load_some(x, 0);
   const int scale = scale_exponent(Row::exponent(x));
-  __syncthreads();  // all have read
+  __syncthreads();  // all threads have read their rows
   Row::template store<SplitFp16Tile<kRows, kDim>>(tile, Row::row(), x, power_of_two(scale));
   if (Row::part() == 0) factors[Row::row()] = power_of_two(-scale);
 }
@@ -94,7 +94,8 @@ __device__ __forceinline__ void set_all(float (&factor)[kM][2], float value) {
   for (int m = 0; m < kM; ++m) factor[m][0] = factor[m][1] = value;
 }
 
-// Rows of tiny or huge numbers: the factor neither vanishes (0 times -inf) nor overflows (times 0).
+// For rows of tiny or huge numbers: the factor neither vanishes (0 times -inf) nor overflows (times
+// 0).
 template <int kM>
 __device__ __forceinline__ void keep_finite(float (&factor)[kM][2]) {
 #pragma unroll
@@ -102,8 +103,8 @@ __device__ __forceinline__ void keep_finite(float (&factor)[kM][2]) {
     factor[i / 2][i % 2] = fminf(fmaxf(factor[i / 2][i % 2], 1.2e-38f), 3.4e38f);
 }
 
-// Scales each row to just below 2^15, by no more than 2^most; factor becomes what to multiply it by.
-// The least power of two in fp32 is 2^-149: beside another factor, 2^-s, most is 149 - s.
+// Scales each row to just below 2^15, by no more than 2^most; factor becomes the inverse factor.
+// The least power of two in fp32 is 2^-149: together with another factor, 2^-s, most is 149 - s.
 template <int kM, int kN>
 __device__ __forceinline__ void normalise(float (&x)[kM][kN][4], float (&factor)[kM][2],
                                           int most = 126) {

@@ -1,11 +1,11 @@
-// Two fp32 tensors that a CTA goes through tile by tile (K and V, or Q and dO): copied as they are,
-// then made into halves with one power of two for each tensor of a tile.
+// Two fp32 tensors that a CTA goes through tile by tile (K and V, or Q and dO): copied raw, then
+// converted to halves with one power of two for each tensor of a tile.
 //
 // Rows of a tile may differ so much in size that one scale does not fit them all (fp16 has 5
-// exponent bits; a masked row may hold anything). The tile is then gone through in several passes,
-// each over rows of like size, largest first; the other rows are zeros in that pass, and hidden.
-// Rows of zeros (padding) fit any scale, and are marked: what multiplies them must not decide by
-// which power of two P or dS become halves.
+// exponent bits; a masked row may hold anything). The tile is then processed in several passes,
+// each over rows of similar size, largest first; the other rows are zeros in that pass, and hidden.
+// Rows of zeros (padding) fit any scale, and are marked: their multipliers must not decide the
+// power of two by which P or dS become halves.
 #pragma once
 #include <cstdint>
 
@@ -16,8 +16,8 @@
 
 namespace flashsci::sm80 {
 
-// Rows are interleaved: of 16 rows, those that a lane has as columns of two n8 blocks of scores are
-// neighbours, 4 t ... 4 t + 3. Position p of a tile holds row interleaved(p).
+// Rows are interleaved: of 16 rows, a lane's columns of two n8 blocks of scores are neighbours, 4 t
+// ... 4 t + 3. Position p of a tile holds row interleaved(p).
 __device__ __forceinline__ int interleaved(uint32_t p) {
   return p / 16 * 16 + p % 8 / 2 * 4 + p / 8 % 2 * 2 + p % 2;
 }
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_raw(uint32_t tile, const float* __restrict_
                                          int64_t row_stride, int rows_valid, int cols_valid,
                                          bool vector) {
   using Raw = Chunks<kDim / 4>;
-  constexpr int kLanes = Raw::kGroup;  // threads of a row
+  constexpr int kLanes = Raw::kGroup;  // threads per row
   constexpr int kStep = kThreads / kLanes;
   static_assert(kThreads % kLanes == 0 && kRows % kStep == 0, "whole passes");
   const uint32_t thread = static_cast<uint32_t>(opaque(threadIdx.x));
@@ -75,7 +75,7 @@ __device__ __forceinline__ void load_raw(uint32_t tile, const float* __restrict_
 }
 
 inline constexpr uint32_t kRowHidden = 1;  // not in this pass
-inline constexpr uint32_t kRowZero = 2;    // of tensor 0; of tensor 1 twice that
+inline constexpr uint32_t kRowZero = 2;    // of tensor 0; for tensor 1 twice that
 
 template <int kRows, int kDim, int kThreads>
 struct alignas(128) StreamStorage {
@@ -86,23 +86,23 @@ struct alignas(128) StreamStorage {
   int32_t largest[2][kThreads / 32];  // [tensor, warp]: exponents
 };
 
-// kZerosApart: rows of zeros in tensor 1 have a pass of their own, for kernels whose registers
-// leave no room for drop_zero_rows.
+// kZerosApart: rows of zeros in tensor 1 have a separate pass, for kernels whose registers leave no
+// room for drop_zero_rows.
 template <int kRows, int kDim, int kThreads, bool kZerosApart = false>
 struct Stream {
   using Storage = StreamStorage<kRows, kDim, kThreads>;
   using Tile = typename Storage::Tile;
   static constexpr int kAtMost = kThreads > kRows ? kThreads / kRows : 1;
-  static constexpr int kParts = kAtMost < kDim / 8 ? kAtMost : kDim / 8;  // threads of a row
-  static constexpr int kEach = kThreads < kRows ? kRows / kThreads : 1;   // rows of a thread
+  static constexpr int kParts = kAtMost < kDim / 8 ? kAtMost : kDim / 8;  // threads per row
+  static constexpr int kEach = kThreads < kRows ? kRows / kThreads : 1;   // rows per thread
   using Row = RawRow<kDim, kParts>;
   static constexpr uint32_t kAllPending = (1u << kEach) - 1;
   static constexpr int kRange = 13;  // binades between the rows of a pass
 
   Storage& shared;
   uint32_t raw, halves;  // addresses
-  int scale[2];          // what the halves are: row * 2^scale
-  uint32_t pending;      // a bit for each row of this thread that is still to come
+  int scale[2];          // the halves are row * 2^scale
+  uint32_t pending;      // a bit for each row of this thread that waits for a pass
   bool chosen;           // scale has been chosen
   bool again;            // rows are left for another pass over this tile
   bool hide;             // rows are missing from this pass
@@ -132,8 +132,8 @@ struct Stream {
     return Row(raw + tensor * kRows * kDim * 4, position(i));
   }
 
-  // Halves of the raw tile, all rows at once if they fit the scales of the last tile. A barrier
-  // is the last thing it does.
+  // Makes halves of the raw tile, all rows at once if they fit the scales of the last tile. It ends
+  // with a barrier.
   __device__ __forceinline__ void convert() {
     hide = false;
     if (!again) {
@@ -149,8 +149,8 @@ struct Stream {
     return kThreads > kRows * kParts && Row::row() >= kRows;
   }
 
-  // Halves of all rows with the scales there are. True, in all threads, if they do not fit some
-  // row: nothing is usable then.
+  // Halves of all rows with the current scales. Returns true, in all threads, if they do not fit
+  // some row: no result is usable then.
   __device__ __forceinline__ bool convert_all() {
     bool misfit = false;
 #pragma unroll
@@ -188,7 +188,8 @@ struct Stream {
     return ptx::redux_max(exponent);
   }
 
-  // Chooses scales for the largest of the pending rows, and makes halves of those that they fit.
+  // Chooses scales for the largest of the pending rows, and makes halves of the rows that fit these
+  // scales.
   __device__ __forceinline__ void convert_some() {
     int exponent[2][kEach];
     int largest[2] = {kNoExponent, kNoExponent};

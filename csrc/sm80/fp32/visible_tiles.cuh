@@ -1,12 +1,12 @@
-// Which tiles of columns a CTA of the fp32 kernels goes through for the rows that it owns. Rows are
-// queries and columns are keys, or the other way round.
+// The tiles of columns that a CTA of the fp32 kernels goes through for its rows. Rows are queries
+// and columns are keys, or the other way round.
 #pragma once
 #include "../../core/mask.cuh"
 
 namespace flashsci::sm80 {
 
-// Tiles of kBlockColumns columns that any row of a CTA sees, and columns that rows of one of its
-// warps see: some of them [seen_begin, seen_end), all of them [full_begin, full_end).
+// Tiles of kBlockColumns columns that any row of a CTA sees, and columns that the rows of one of
+// its warps see: some of them [seen_begin, seen_end), all of them [full_begin, full_end).
 template <int kBlockColumns>
 struct VisibleTiles {
   int first_tile, end_tile;

@@ -1,8 +1,8 @@
-// Matrix products of halves (core/split_fp16.cuh) for one warp: three mma of fp16 for each product of
-// fp32 (kThree), or one, which is as exact as TF32.
+// Matrix products of halves (core/split_fp16.cuh) for one warp: three mma of fp16 for each product
+// of fp32 (kThree), or one, with the accuracy of TF32.
 //
-// Tensor cores round every partial sum towards zero. The two small products go first, when the
-// sums are 2^-11 of what they will be; only one truncation for every 16 terms is left.
+// Tensor cores round every partial sum towards zero. The two small products go first, when the sums
+// are 2^-11 of their final size, so that only one truncation for every 16 terms counts.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +11,7 @@
 
 namespace flashsci::sm80 {
 
-// Where a lane's fragments start in tiles of halves.
+// The addresses of a lane's fragments in tiles of halves.
 // A operand: 16 rows x 16 dims.
 template <class Tile>
 __device__ __forceinline__ uint32_t start_of_a(uint32_t tile, int row) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t start_of_a(uint32_t tile, int row) {
 // dims.
 template <class Tile>
 __device__ __forceinline__ uint32_t start_of_rows(uint32_t tile, bool mixed) {
-  const uint32_t lane = opaque(threadIdx.x) % 32;  // anew: a register less
+  const uint32_t lane = opaque(threadIdx.x) % 32;  // recomputed: a register less
   return mixed ? tile + Tile::Rows::offset(lane % 8, lane / 8 % 2) + lane / 16 * Tile::kLowBytes
                : tile + Tile::Rows::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_rows(float (&s)[kM][kN][4], uint32_t a_
         ptx::ldmatrix_x4(high[m], A::at(a_start, 2 * d) + m * 16 * A::kRowBytes);
         ptx::ldmatrix_x4(low[m], A::at(a_start, 2 * d) + m * 16 * A::kRowBytes + TileA::kLowBytes);
       }
-      constexpr int kBatch = kN % 4 == 0 ? 4 : 2;  // mma of one accumulator keep a distance
+      constexpr int kBatch = kN % 4 == 0 ? 4 : 2;  // spaces out the mma of one accumulator
 #pragma unroll
       for (int n = 0; n < kN; n += kBatch) {
         uint32_t b[kBatch][4];
@@ -106,7 +106,7 @@ template <int kM, int kN>
 struct Operand {
   uint32_t high[kM][kN / 2][4], low[kM][kN / 2][4];
 
-  // From accumulators, whose layout it is.
+  // From accumulators, which have the same layout.
   __device__ __forceinline__ void take(const float (&x)[kM][kN][4], bool three) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)

@@ -1,16 +1,16 @@
 // The forward of kernel.cuh with a bias or a mask.
 //
-// Maths     as there, with s_ij + bias_ij before the softmax and -inf where the mask hides.
+// Maths     As in kernel.cuh, with s_ij + bias_ij before the softmax and -inf for hidden scores.
 // Roles     A unit of work is a query tile of kMembers neighbours along the dimension that shares
-//           the bias. Up to D = 64 CTAs are persistent: each takes a run of units, the tiles side
-//           by side, then the other members, so that a bias is read while it is in L2. Every warp
-//           works on its rows of all members in turn and starts their scores from the one bias tile
-//           that it has converted: S = Q K^T + bias / scale costs nothing beyond the product.
+//           the bias. Up to D = 64 CTAs are persistent: each takes a run of units, first the tiles,
+//           then the other members, so that a bias is read while it is in L2. Every warp works on
+//           its rows of all members in turn and starts their scores from the one bias tile that it
+//           has converted: S = Q K^T + bias / scale costs nothing beyond the product.
 // Shared    Two stages of 32 keys: K and V of every member (interleaved, see core/smem_tile.cuh),
-//           the bias tile, one byte a key of each member's key mask; Q of every member, of two
-//           units where CTAs are persistent: `BiasMaskStorage` (bias_mask_load.cuh).
-// Pipeline  The copies of the next stage fly while one is worked on, from one unit into the next;
-//           one barrier a stage. Q stays in registers where it fits.
+//           the bias tile, one byte a key of each member's key mask; Q of every member, for two
+//           units if CTAs are persistent: `BiasMaskStorage` (bias_mask_load.cuh).
+// Pipeline  The next stage is copied during the work on the current one, from one unit into the
+//           next; one barrier a stage. Q stays in registers if it fits.
 // Limits    Issue slots and exponentials at D = 32, HMMA from D = 64 on; a bias that is not shared:
 //           HBM.
 #pragma once
@@ -47,7 +47,7 @@ __device__ __forceinline__ void add(float (&x)[kM][kN][4], const float (&y)[kM][
     x[i / (kN * 4)][i / 4 % kN][i % 4] += y[i / (kN * 4)][i / 4 % kN][i % 4];
 }
 
-// What a thread carries through its CTA's run of units.
+// The state of a thread through its CTA's run of units.
 template <class Op, class C, bool kVector>
 struct BiasMaskWarp {
   using T = Tile<C::kHeadDim>;
@@ -70,16 +70,16 @@ struct BiasMaskWarp {
   uint32_t unit = blockIdx.x * bias_mask.units + min(blockIdx.x, bias_mask.units_rest);
   const uint32_t end_unit = unit + bias_mask.units + (blockIdx.x < bias_mask.units_rest);
   BiasMaskFetch<C, kVector> fetch{shared, unit, end_unit};
-  uint32_t stage = ptx::shared_address(shared.stage);  // that is worked on
+  uint32_t stage = ptx::shared_address(shared.stage);  // the current one
 
-  // The unit in work.
+  // The current unit.
   struct Unit {
     const BiasMaskPlace place;  // of the first member
     const int warp_row;
     const KeyTiles<C> tiles;
     const WarpKeys<C> keys;
     const uint8_t* mask;  // of pairs
-    uint32_t q_start;     // where this lane's ldmatrix starts, first member
+    uint32_t q_start;     // address for this lane's ldmatrix, first member
   };
 
   __device__ __forceinline__ void issue_copies() {
@@ -110,7 +110,7 @@ struct BiasMaskWarp {
     }
   }
 
-  // Which members have shown keys in this stage, which have hidden ones, and the masks' words.
+  // The members with visible keys in this stage, those with hidden ones, and the masks' words.
   __device__ __forceinline__ void read_key_masks(uint32_t (&words)[kMembers][C::kN / 2],
                                                  bool (&any_shown)[kMembers],
                                                  bool (&any_hidden)[kMembers], bool active,
@@ -127,7 +127,7 @@ struct BiasMaskWarp {
       }
     }
   }
-  // What the scores of all members start from.
+  // The initial scores of all members.
   __device__ __forceinline__ void read_start(float (&c)[C::kM][C::kN][4], const Unit& work,
                                              bool active, int row, int key) const {
     const uint32_t bias_tile = stage + offsetof(Stage, bias);
@@ -187,7 +187,7 @@ struct BiasMaskWarp {
     }
   }
   __device__ __forceinline__ void write(const OutputRows<C> (&rows)[kMembers], int warp_row) const {
-    // Found again rather than kept through the loop.
+    // Recomputed rather than kept through the loop.
     const BiasMaskPlace home(opaque(unit), kMembers, p, plan, bias_mask);
     auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
                 warp_row * p.out_strides.row;
@@ -214,10 +214,10 @@ struct BiasMaskWarp {
 #pragma unroll 1
       for (int tile = work.tiles.end - 1; tile >= work.tiles.first; --tile) {
         ptx::cp_async_wait<0>();
-        __syncthreads();  // this stage has landed; nobody reads the one before any more
+        __syncthreads();  // this stage is complete; no warp still reads the previous one
         if (C::kKeepQ && tile == work.tiles.end - 1) {
           keep_q(q, work);
-          // The next copies may be of the Q after the next: into the place of this one.
+          // The next copies may bring the Q after the next, which takes the place of this one.
           if (tile == work.tiles.first) __syncthreads();
         }
         issue_copies();

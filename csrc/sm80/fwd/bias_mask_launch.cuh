@@ -38,7 +38,7 @@ cudaError_t launch_bias_mask_tiling(const FlashsciForwardParams& p, BiasMaskPlan
   bias_mask.units_rest = static_cast<uint32_t>(units % blocks);
 
   ForwardPlan plan = plan_of(p, tiles);
-  // Else the units of the scores are those of the exponential.
+  // Otherwise the units of the scores are those of the exponential.
   if (plan.scores.mode == kScaled && !scale_fits(p.scale)) plan.scores.mode = kLinear;
   if (plan.scores.mode == kScaled) {
     bias_mask.bias_factor = 1.f / p.scale;
@@ -58,7 +58,7 @@ cudaError_t launch_bias_mask_padded(const FlashsciForwardParams& p, const BiasMa
                                     cudaStream_t stream) {
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
-  // 99 KiB are all that sm_86 and sm_89 have.
+  // sm_86 and sm_89 have 99 KiB.
   using Wide = Tiling<kHeadDim,
                       (kHeadDim <= 128   ? 128
                        : kHeadDim <= 192 ? 64
@@ -92,7 +92,7 @@ cudaError_t launch_bias_mask_padded(const FlashsciForwardParams& p, const BiasMa
   return launch_bias_mask_tiling<Op, BiasMaskTiling<Wide, 1, 0>, true>(p, bias_mask, stream);
 }
 
-// All but what depends on the tile shape.
+// The arguments that do not depend on the tile shape.
 inline BiasMaskPlan bias_mask_plan_of(const FlashsciForwardParams& p) {
   const FlashsciScoreStrides &bias = p.bias_mask.bias_strides, &mask = p.bias_mask.mask_strides;
   BiasMaskPlan bias_mask{};
@@ -109,8 +109,8 @@ inline BiasMaskPlan bias_mask_plan_of(const FlashsciForwardParams& p) {
                            reinterpret_cast<uintptr_t>(p.bias_mask.mask) % 4 == 0;
   bias_mask.key_mask = p.bias_mask.mask != nullptr && mask.row == 0;
 
-  // The members of a unit differ in the dimension of most members along which the bias, and a mask
-  // of pairs, is the same.
+  // The members of a unit differ in the largest dimension along which the bias, and a mask of
+  // pairs, is the same.
   const bool bias_plane = p.bias_mask.bias != nullptr;
   const bool mask_plane = p.bias_mask.mask != nullptr && mask.row != 0;
   const bool one_to_one = p.heads_k == p.heads_q || p.heads_k == 1;

@@ -1,5 +1,5 @@
-// The work of bias_mask_kernel.cuh: its units and stages, where they lie, and their copies to
-// shared memory.
+// The work of bias_mask_kernel.cuh: its units and stages, their places, and their copies to shared
+// memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,14 +12,14 @@
 namespace flashsci::sm80::fwd {
 
 // 32 keys at a time: scores and bias take 64 registers, the outputs of all members dims x members,
-// Q (where it is kept) half of that. kBias_: bytes of a bias element where nothing else is special
+// Q (if it is kept) half of that. kBias_: bytes of a bias element if nothing else is special
 // (16-byte copies, no window, no softcap, scale > 0, no mask of pairs); 0: anything.
 template <class Tiling_, int kMembers_, int kBias_>
 struct BiasMaskTiling : Tiling_ {
   static constexpr int kMembers = kMembers_, kBias = kBias_;
   static constexpr int kSlots = 2;  // three were not faster
   static constexpr bool kKeepQ = Tiling_::kHeadDim * kMembers * Tiling_::kM <= 128;
-  static constexpr bool kPersistent = kKeepQ;  // else nowhere to put the next unit's Q
+  static constexpr bool kPersistent = kKeepQ;  // otherwise the next unit's Q has no place
   static constexpr int kUnitsQ = kPersistent ? 2 : 1;
   static_assert(Tiling_::kBlockK == 32, "what the interleaving permutes");
 };
@@ -38,20 +38,20 @@ struct BiasMaskStorage {
   BiasMaskStage<C> stage[C::kSlots];
 };
 
-// What the host derives from the parameters, beyond ForwardPlan.
+// Values that the host derives from the parameters, in addition to ForwardPlan.
 struct BiasMaskPlan {
   int64_t q_step, k_step, v_step, out_step, lse_step, mask_step;  // elements to the next member
   uint32_t members, groups;    // along the shared dimension; ceil(members / kMembers)
   int32_t shared_dim;          // 0 batch0, 1 batch1, 2 head
-  int32_t shares;              // members have a bias or a mask of pairs in common
-  int32_t bias_copy;           // 16, 8, 4, 2: what bias rows are aligned to; 0: columns are strided
+  int32_t shares;              // members share a bias or a mask of pairs
+  int32_t bias_copy;           // 16, 8, 4, 2: alignment of bias rows; 0: columns are strided
   int32_t aligned_mask;        // every four keys of every mask row are an aligned word
   int32_t key_mask;            // the mask is the same for all queries
   float bias_factor;           // from natural units to those of the scores
-  uint32_t units, units_rest;  // units of every CTA; of so many CTAs one more
+  uint32_t units, units_rest;  // units per CTA; `units_rest` CTAs have one more
 };
 
-// Where the first member of a unit is.
+// The place of the first member of a unit.
 struct BiasMaskPlace {
   uint32_t batch0, batch1, head, count, tile;
 
@@ -63,7 +63,7 @@ struct BiasMaskPlace {
     if (p.window_right >= 0) tile = plan.tiles - 1 - tile;  // the longest first
     const uint32_t outer = rest / bias_mask.groups;
     const uint32_t member = (rest - outer * bias_mask.groups) * of_unit;
-    count = bias_mask.members - member;  // at least 1; more than of_unit: all there
+    count = bias_mask.members - member;  // at least 1; more than of_unit: all exist
     const auto heads = static_cast<uint32_t>(p.heads_q), second = static_cast<uint32_t>(p.batch1);
     const uint32_t inner = bias_mask.shared_dim == 2 ? second : heads;
     const uint32_t a = outer / inner, b = outer - a * inner;
@@ -85,7 +85,7 @@ __device__ __forceinline__ uint32_t next_stage(uint32_t stage, BiasMaskStorage<C
                                                                                       : stage;
 }
 
-// The pointers of a thread into the stage whose copies start next, where nothing is special.
+// The pointers of a thread into the stage whose copies start next, if nothing is special.
 template <class C, bool kPlain = C::kBias != 0>
 struct BiasMaskCopies {
   using Keys = TileCopy<C::kBlockK, C::kHeadDim, C::kThreads, true>;

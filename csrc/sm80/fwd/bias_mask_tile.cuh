@@ -1,6 +1,6 @@
-// Bias and mask of one tile of scores: how they come to shared memory, and from there to the
-// scores. Scores are interleaved (core/tile.cuh): the columns 2 t, 2 t + 1 of four n8 blocks are
-// keys 8 t .. 8 t + 7, so that a lane reads neighbours, 16 bytes at a time.
+// Bias and mask of one tile of scores: their way to shared memory, and from there to the scores.
+// Scores are interleaved (core/tile.cuh): the columns 2 t, 2 t + 1 of four n8 blocks are keys 8 t
+// .. 8 t + 7, so that a lane reads neighbours, 16 bytes at a time.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace flashsci::sm80::fwd {
 template <class C, bool kFp32>
 using BiasTile = Tile<C::kBlockK*(kFp32 ? 2 : 1)>;
 
-// Elements one by one, wherever they are in memory; zeros outside.
+// Elements one by one, for any strides; zeros outside.
 template <class C, bool kFp32, class Element>
 __device__ __forceinline__ void gather_bias(uint32_t tile,
                                             const Element* __restrict__ bias,  // [rows, keys]
@@ -41,8 +41,8 @@ __device__ __forceinline__ void gather_bias(uint32_t tile,
   }
 }
 
-// The same for neighbours of 16 bits that no copy is aligned to: two keys a thread, eight rows on
-// their way at a time.
+// The same for neighbours of 16 bits without the alignment of a copy: two keys a thread, eight rows
+// in flight at a time.
 template <class C>
 __device__ __forceinline__ void gather_bias_rows(uint32_t tile,
                                                  const uint16_t* __restrict__ bias,  // [rows, keys]
@@ -69,8 +69,8 @@ __device__ __forceinline__ void gather_bias_rows(uint32_t tile,
   }
 }
 
-// Starts the copies of a bias tile of `rows` x `keys` (what lies outside becomes 0, and is not
-// read). copy_bytes: what all rows are aligned to, 16 only if they end there too; 0: columns are no
+// Starts the copies of a bias tile of `rows` x `keys` (elements outside become 0, and are not
+// read). copy_bytes: alignment of all rows, 16 only if they end there too; 0: columns are not
 // neighbours.
 template <class C>
 __device__ __forceinline__ void load_bias(uint32_t tile,
@@ -100,8 +100,8 @@ __device__ __forceinline__ void load_bias(uint32_t tile,
   }
 }
 
-// What the scores of a warp's rows start from: factor * bias. start: where this lane's first eight
-// keys are, from bias_start.
+// The initial scores of a warp's rows: factor * bias. start: the place of this lane's first eight
+// keys, from bias_start.
 template <class C, bool kFp32>
 __device__ __forceinline__ int bias_start(int warp) {
   return BiasTile<C, kFp32>::offset(warp * C::kRows + threadIdx.x / 4 % 8,
@@ -138,14 +138,14 @@ __device__ __forceinline__ void read_bias(float (&c)[C::kM][C::kN][4], uint32_t 
   }
 }
 
-// Bytes of a mask as a lane has them: one for each of its keys, four in a word.
+// Bytes of a mask in a lane's order: one for each of its keys, four in a word.
 template <class C>
 __device__ __forceinline__ bool hides(const uint32_t (&words)[C::kN / 2], int n, int e) {
   return (words[n / 2] & (0xffu << (n % 2 * 16 + e * 8))) == 0;
 }
 
-// Where the mask of pairs hides, the scores start from -inf. It is read where it lies. row, key:
-// this lane's first. aligned: every four keys of every row are an aligned word.
+// Scores start from -inf where the mask of pairs hides. It is read in place. row, key: this lane's
+// first. aligned: every four keys of every row are an aligned word.
 template <class C>
 __device__ __forceinline__ void hide_bias_mask(float (&c)[C::kM][C::kN][4],
                                                const uint8_t* __restrict__ mask,  // [seq_q, seq_k]

@@ -1,4 +1,5 @@
-// The sm80 forward: tile shapes, shared memory, and what the host derives from the parameters.
+// The sm80 forward: tile shapes, shared memory, and the values that the host derives from the
+// parameters.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -13,8 +14,7 @@ static_assert(std::is_trivially_copyable_v<FlashsciForwardParams>, "passed to th
 #ifndef FLASHSCI_TILE_PRESET
 #define FLASHSCI_TILE_PRESET 1
 #endif
-// What one block may take: t4_safe fits Turing's 64 KiB, ampere_balanced the 99 KiB of sm_86 and
-// sm_89.
+// Limits of one block: t4_safe fits Turing's 64 KiB, ampere_balanced the 99 KiB of sm_86 and sm_89.
 #if FLASHSCI_TILE_PRESET == 0
 inline constexpr int kSharedBudget = 64 * 1024;
 #else
@@ -32,7 +32,7 @@ struct Tiling {
   static constexpr bool kFewRegisters =
       kStages == 2 || kBlockK > 64 || (kHeadDim == 128 && kBlockQ == 128);
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = kBlockQ / kWarps;   // query rows of a warp
+  static constexpr int kRows = kBlockQ / kWarps;   // query rows per warp
   static constexpr int kM = kRows / 16;            // m16 blocks of a warp
   static constexpr int kN = kBlockK / 8;           // n8 blocks of S
   static constexpr int kDimBlocks = kHeadDim / 8;  // n8 blocks of O
@@ -43,8 +43,8 @@ struct Shape {
   int block_q, block_k, warps, min_blocks;
 };
 
-// Tile shape of a padded head dimension; measured in docs/develop/kernels/sm80_forward.md. 32 rows a warp
-// as long as the accumulators (rows x (keys + dims) / 32 registers) leave room, two CTAs an SM to
+// Tile shape of a padded head dimension; measured in docs/develop/kernels/sm80_forward.md. 32 rows
+// a warp if the accumulators (rows x (keys + dims) / 32 registers) leave room, two CTAs an SM to
 // fill each other's gaps.
 constexpr Shape shape_of(int head_dim) {
   if (FLASHSCI_TILE_PRESET == 0)
@@ -69,7 +69,7 @@ struct alignas(128) SharedStorage {
   uint16_t v[C::kStages][C::kBlockK * C::kHeadDim];  // [stage, kBlockK, kHeadDim]
 };
 
-// What the host derives from the parameters, once.
+// The values that the host derives once from the parameters.
 struct ForwardPlan {
   uint32_t tiles;  // grid slots of one head
   ScorePlan scores;

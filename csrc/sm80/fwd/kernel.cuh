@@ -1,18 +1,19 @@
-// Forward attention for tensor cores of the mma.sync generation (Ampere, Ada; Hopper until its
-// own).
+// Forward attention for tensor cores of the mma.sync generation (Ampere and Ada; Hopper for calls
+// that its own kernels do not take).
 //
 // Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij, lse_i = m_i + log
 //           l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), over the keys the window
 //           shows.
-// Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head side by side
-//           and the longest first. kWarps warps own kBlockQ / kWarps query rows each and never talk
-//           about values: they share only the K and V tiles. Packed calls find their sequence on
-//           the device.
+// Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head in sequence
+//           and the longest first. kWarps warps own kBlockQ / kWarps query rows each and exchange
+//           no values: they share only the K and V tiles. Packed calls find their sequence on the
+//           device.
 // Shared    Q (later the output), kStages x K, kStages x V, all swizzled 16-byte chunks:
 //           `SharedStorage` (config.cuh).
-// Pipeline  kStages 1: V_n flies during S = Q K_n^T, K_n-1 flies during softmax and P V_n; two
+// Pipeline  kStages 1: V_n is copied during S = Q K_n^T, K_n-1 during softmax and P V_n; two
 //           barriers a tile, and the other CTA of the SM fills the gaps. kStages 2: K_n-1 and V_n-1
-//           fly during all of tile n; one barrier a tile. Tiles go from the diagonal to the left.
+//           are copied during all of tile n; one barrier a tile. Tiles go from the diagonal to the
+//           left.
 // Limits    HMMA issue with shared-memory reads of K and V close behind (32 rows per warp: a
 //           fragment feeds two mma), then exp: docs/develop/kernels/sm80_forward.md.
 #pragma once
@@ -35,7 +36,7 @@
 
 namespace flashsci::sm80::fwd {
 
-// Which head of which batch a block works on.
+// The head and batch entry that a block works on.
 struct QueryTileCoord {
   uint32_t batch_head, batch0, batch1, head;
 
@@ -54,7 +55,7 @@ struct QueryTileCoord {
   }
 };
 
-// What a thread carries through the work on one query tile.
+// The state of a thread in the work on one query tile.
 template <class Op, class C, bool kVector>
 struct QueryTile {
   using T = Tile<C::kHeadDim>;
@@ -80,8 +81,8 @@ struct QueryTile {
   const WarpKeys<C> keys{window, warp_row, work.seq_q};
   const uint32_t q_tile = ptx::shared_address(shared.q);
   const uint32_t k_tile = ptx::shared_address(shared.k), v_tile = ptx::shared_address(shared.v);
-  // Where this lane's ldmatrix starts. The two registers of a B operand are neighbours: K fetches 8
-  // keys x 2 chunks for each n8 block, V (through the transpose) 16 keys x 1 chunk.
+  // The addresses for this lane's ldmatrix. The two registers of a B operand are neighbours: K
+  // fetches 8 keys x 2 chunks for each n8 block, V (through the transpose) 16 keys x 1 chunk.
   const uint32_t q_start =
       q_tile + warp * C::kRows * T::kRowBytes + T::offset(lane % 16, lane / 16);
   uint32_t k_start = k_tile + T::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -115,7 +116,7 @@ struct QueryTile {
     if (C::kStages == 2) load_v(tiles.end - 1, 0);
     ptx::cp_async_commit();
   }
-  // At the start of a tile; K_n has landed.
+  // At the start of a tile, when K_n is complete.
   __device__ __forceinline__ void load_beside_qk(int tile) const {
     if constexpr (C::kStages == 1) {
       load_v(tile, 0);
@@ -128,7 +129,7 @@ struct QueryTile {
   // With one stage, between the products.
   __device__ __forceinline__ void load_beside_pv(int tile) const {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // V_n has landed; nobody reads K_n any more
+    __syncthreads();  // V_n is complete; no warp still reads K_n
     if (tile > tiles.first) load_k(tile - 1, 0);
     ptx::cp_async_commit();
   }
@@ -151,7 +152,7 @@ struct QueryTile {
   }
   __device__ __forceinline__ void write(const OutputRows<C>& rows) const {
     const int row = work.first_q + warp_row;
-    // Found again rather than kept through the loop.
+    // Recomputed rather than kept through the loop.
     const QueryTileCoord home(opaque(blockIdx.x), p, plan);
     auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
                 row * p.out_strides.row;
@@ -167,7 +168,7 @@ struct QueryTile {
 #pragma unroll 1
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
       ptx::cp_async_wait<0>();
-      __syncthreads();  // K_n has landed; nobody reads V_n+1 (nor, with two stages, K_n+1) any more
+      __syncthreads();  // K_n is complete; no warp reads V_n+1 (nor, with two stages, K_n+1)
       load_beside_qk(tile);
       const int first_key = tile * C::kBlockK;
       const bool active = keys.any_seen(first_key);

@@ -1,4 +1,4 @@
-// The host side of the sm80 forward: which tile shape and how many stages, and the launch.
+// The host side of the sm80 forward: the tile shape, the number of stages, and the launch.
 #pragma once
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -34,7 +34,7 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
                                                 p.device, stream, p, plan_of(p, tiles));
 }
 
-// Two stages where two such CTAs fit an SM, and registers allow (D <= 128); else one.
+// Two stages if two such CTAs fit an SM, and registers allow (D <= 128); otherwise one.
 template <class Op, class C>
 cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
   const bool vector =

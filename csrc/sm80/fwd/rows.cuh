@@ -1,4 +1,4 @@
-// The query rows of a CTA and of a warp: the keys they see, and what is accumulated of them.
+// The query rows of a CTA and of a warp: the keys they see, and their accumulators.
 #pragma once
 #include <cmath>
 
@@ -20,7 +20,7 @@ struct KeyTiles {
   }
 };
 
-// Of the keys, some rows of a warp see [seen_begin, seen_end), all of them [full_begin, full_end).
+// Some rows of a warp see keys [seen_begin, seen_end), all of them [full_begin, full_end).
 template <class C>
 struct WarpKeys {
   int seen_begin, seen_end, full_begin, full_end;
@@ -31,7 +31,8 @@ struct WarpKeys {
     seen_end = warp_row < seq_q ? window.end(last_row) : 0;
     full_begin = window.begin(last_row), full_end = window.end(warp_row);
   }
-  // Of the tile of keys from `first_key` on: some row sees a key; some row does not see all.
+  // For the tile of keys from `first_key` on: whether some row sees a key; whether some row does
+  // not see all.
   __device__ __forceinline__ bool any_seen(int first_key) const {
     return first_key < seen_end && first_key + C::kBlockK > seen_begin;
   }
@@ -40,8 +41,8 @@ struct WarpKeys {
   }
 };
 
-// What a warp accumulates of its rows. A variable of its own beside what the thread carries: as a
-// member of that it costs registers, as it does in another order (measured).
+// The accumulators of a warp's rows. They are a separate variable: as a member of the thread's
+// other state they cost registers, as they do in another order (measured).
 template <class C>
 struct OutputRows {
   float row_sum[C::kM][2];  // this lane's part of the sum

@@ -1,5 +1,5 @@
 // Matrix products of one warp of the sm80 forward on tiles in shared memory (mma.m16n8k16, fp32
-// accumulators), and what happens to their fragments element by element.
+// accumulators), and element-wise operations on their fragments.
 #pragma once
 #include <cstdint>
 

@@ -4,7 +4,7 @@
 namespace flashsci::sm80::fwd_fp32 {
 namespace {
 
-// Dims, warps, m16 blocks of a warp, n8 blocks of keys, CTAs an SM; without and with pairs.
+// Dims, warps, m16 blocks per warp, n8 blocks of keys, CTAs an SM; without and with bias or mask.
 template <class Plain, class WithBiasMask>
 cudaError_t launch(const FlashsciForwardParams& p, cudaStream_t stream) {
   return p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr

@@ -3,12 +3,13 @@
 // Maths     As sm80/fwd/kernel.cuh. Products of fp32 are three products of fp16 halves
 //           (core/split_fp16.cuh), or one in TF32 precision; everything else is fp32.
 // Roles     One CTA per (query tile, head, batch), all on grid.x. Each of kWarps warps owns 16 kM
-//           query rows; all threads make K and V into halves, a row or a part of one each.
+//           query rows; all threads convert K and V to halves, a row or a part of one each.
 // Shared    Halves of Q (raw at first; scaled row by row), of K and of V; raw K and V of the next
 //           tile: `ForwardStorage`.
-// Pipeline  Raw K_n-1 and V_n-1 fly, and the bias of tile n - 1 on its way to registers, while tile
-//           n is worked on; two barriers a tile: raw tile there, halves there.
-// Limits    HMMA and everything else take turns rather than overlap: docs/develop/kernels/sm80_fp32.md.
+// Pipeline  Raw K_n-1 and V_n-1 are copied, and the bias of tile n - 1 is loaded into registers,
+//           during the work on tile n; two barriers a tile: raw tile complete, halves complete.
+// Limits    HMMA and other instructions take turns rather than overlap:
+//           docs/develop/kernels/sm80_fp32.md.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -35,7 +36,7 @@ struct ForwardTile {
   static constexpr int kDim = kDim_, kWarps = kWarps_, kM = kM_, kN = kN_;
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = kM * 16;  // query rows of a warp
+  static constexpr int kRows = kM * 16;  // query rows per warp
   static constexpr int kBlockQ = kRows * kWarps, kBlockK = kN * 8;
   static constexpr int kDimBlocks = kDim / 8;
 };
@@ -44,16 +45,16 @@ template <class C>
 struct alignas(128) ForwardStorage {
   SplitFp16Tile<C::kBlockQ, C::kDim> q;
   StreamStorage<C::kBlockK, C::kDim, C::kThreads> stream;
-  float q_factor[C::kBlockQ];  // what to multiply the halves of a row of Q by
+  float q_factor[C::kBlockQ];  // factor of the halves of a row of Q
 };
 
-// What the host derives from the parameters, once.
+// The values that the host derives once from the parameters.
 struct ForwardFp32Plan {
-  uint32_t tiles;  // grid slots of one head
+  uint32_t tiles;  // grid slots per head
   int vector;      // rows of Q, K and V take 16-byte copies
-  int plain;       // scores are what is exponentiated, up to a positive factor
-  float inner;     // factor of the scores: to units of log2 if plain, to natural ones or those
-                   // of the cap if not
+  int plain;       // scores are the exponents, up to a positive factor
+  float inner;     // factor of the scores: to log2 units if plain, else to natural units
+                   // or those of the cap
 
   float cap;       // softcap or 0
   int vector_out;  // output rows take 8-byte stores
@@ -64,7 +65,7 @@ struct ForwardFp32Plan {
 inline constexpr float kShift = 11.f, kStale = 4.f;
 inline constexpr float kLowest = -3.4028234664e38f;  // finite: hidden keys stay at -inf below it
 
-// s = cap tanh(factor s), of factor 1 then.
+// s = cap tanh(factor s), with factor 1 afterwards.
 template <int kM, int kN>
 __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&factor)[kM][2],
                                            float cap) {
@@ -78,8 +79,8 @@ __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&factor
 }
 
 // S, times the row's factor in the units of row_max, becomes P times 2^kShift. These units are
-// natural ones with a bias (whose lowest numbers overflow in others), those of log2 without. The
-// factor is used up.
+// natural ones with a bias (whose lowest numbers overflow in other units), and log2 units without.
+// The factor is consumed.
 template <bool kNatural, int kM, int kN, int kDimBlocks>
 __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
                                                     float (&o)[kM][kDimBlocks][4],
@@ -116,7 +117,7 @@ __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
     large |= row_max[i / 2][i % 2] != -INFINITY && fabsf(maximum) > kExactExponent;
   }
   if (__any_sync(0xffffffffu, large)) {
-    // Rounded as the maximum is, or the difference of large numbers would be anything.
+    // Rounded like the maximum; otherwise the difference of large numbers would be meaningless.
 #pragma unroll
     for (int i = 0; i < kM * kN * 4; ++i) {
       const int m = i / (4 * kN), half = i % 4 / 2;
@@ -145,8 +146,8 @@ __device__ __forceinline__ void online_softmax_fp32(float (&s)[kM][kN][4],
   }
 }
 
-// What a warp makes of its query rows. Apart from what else it carries: beside arrays that loops
-// go through, the compiler keeps scalars in memory until it has unrolled them.
+// A warp's results for its query rows. They are separate from its other state: the compiler keeps
+// scalars in the same object as looped-over arrays in memory until it has unrolled the loops.
 template <class C>
 struct ForwardRows {
   float q_factor[C::kM][2];  // from halves of Q, and units of the scores, to the plan's
@@ -167,7 +168,7 @@ template <class C, bool kHasBiasMask>
 struct ForwardWarp {
   using QTile = SplitFp16Tile<C::kBlockQ, C::kDim>;
   using KTile = SplitFp16Tile<C::kBlockK, C::kDim>;
-  static constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // registers
+  static constexpr int kTogether = C::kM * C::kDim >= 128 ? 2 : 4;  // limited by registers
   static constexpr bool kZerosApart = !kHasBiasMask && C::kDim == 64;
   using KeyStream = Stream<C::kBlockK, C::kDim, C::kThreads, kZerosApart>;
   using PairTile = BiasMaskTile<kHasBiasMask ? C::kM : 1, kHasBiasMask ? C::kN : 2>;
@@ -237,7 +238,7 @@ struct ForwardWarp {
         pair_tile.load(bias_mask, warp_row + lane / 4, next_key + lane % 4 * 4);
     }
   }
-  // Q, as halves, and the first tile.
+  // Loads Q, as halves, and the first tile.
   __device__ __forceinline__ void load_first() {
     if constexpr (kHasBiasMask)
       pair_tile.load(bias_mask, warp_row + lane / 4,
@@ -263,7 +264,7 @@ struct ForwardWarp {
 
   // --- a tile of keys
 
-  // Softcap, bias and mask; factor becomes what leads from s to the units of rows.max.
+  // Softcap, bias and mask; factor becomes the factor from s to the units of rows.max.
   __device__ __forceinline__ void modify_scores(float (&s)[C::kM][C::kN][4],
                                                 float (&factor)[C::kM][2]) const {
     if (plan.plain) {
@@ -304,7 +305,7 @@ struct ForwardWarp {
   }
 
   __device__ __forceinline__ void write() const {
-    // Found again rather than kept through the loop.
+    // Recomputed rather than kept through the loop.
     const HeadCoord home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
     int row = warp_row;
     if (p.cu_seqlens_q != nullptr)
@@ -336,7 +337,7 @@ struct ForwardWarp {
     for (int tile = visible.end_tile - 1; tile >= visible.first_tile;
          tile -= stream.again ? 0 : 1) {
       ptx::cp_async_wait<0>();
-      __syncthreads();  // the raw tile has landed; nobody reads the halves of tile n + 1 any more
+      __syncthreads();  // the raw tile is complete; no warp still reads the halves of tile n + 1
       stream.convert();
       if (!stream.again && tile > visible.first_tile) load(tile - 1);
       ptx::cp_async_commit();

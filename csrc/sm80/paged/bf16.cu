@@ -9,7 +9,7 @@ namespace {
 
 using flashsci::sm80::paged::Generation;
 
-// This unit's own, and so are its kernels.
+// A type of this unit, so that its kernels are, too.
 struct Op : flashsci::BFloat16 {};
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Paged attention by cp.async: its ring, and what it waits with.
+// Paged attention by cp.async: its ring, and its waiting instructions.
 #pragma once
 #include <cstdint>
 
@@ -25,28 +25,28 @@ struct Isa {
   static __device__ __forceinline__ void wait_for_prerequisites() {}
 };
 
-inline constexpr int kKVBytes = 8192;  // of K, and of V, of a block
+inline constexpr int kKVBytes = 8192;  // bytes of K, and of V, per block
 
-// Keys of a block. bytes: of an element of the caches.
+// Keys per block. bytes: of an element of the caches.
 constexpr int block_of(int head_dim, int bytes) { return kKVBytes / bytes / head_dim; }
 
 template <int kHeadDim, int kBytes>
 struct Tiling : Shape<kHeadDim, kBytes, block_of(kHeadDim, kBytes)> {
   using Isa = paged::Isa;
-  static constexpr int kStages = 8;  // at most: as many as the device has room for
+  static constexpr int kStages = 8;  // at most: the number that the device has room for
   // A thread has 168 registers.
   static constexpr bool kKeepsQ = kHeadDim == 64;
   static constexpr bool kSharesLast = true;
   static constexpr int kSlices = kHeadDim == 256 ? 2 : 1;
   static constexpr int kSumColumns = 32;
   static constexpr int kAlignment = 16;
-  static constexpr int kCopies = block_of(kHeadDim, kBytes) / kSmallPage;  // pages of a block
-  // Blocks whose pages are looked up before. A warp waits for their entries in the order of all its
-  // copies: those of so many blocks before have been waited for, once their stages were free.
+  static constexpr int kCopies = block_of(kHeadDim, kBytes) / kSmallPage;  // pages per block
+  // Blocks whose pages are looked up in advance. A warp waits for their entries in the order of all
+  // its copies: it has waited for those of this many blocks before when their stages were free.
   static constexpr int kAhead = kStages;
 };
 
-// Of a CTA with a ring of so many stages.
+// Bytes of a CTA with a ring of this number of stages.
 template <class C>
 __host__ __device__ constexpr int shared_bytes(int stages) {
   return static_cast<int>(sizeof(Storage<C>) - (C::kStages - stages) * sizeof(Block<C>));

@@ -1,6 +1,6 @@
-// 8-bit floats become fp16 without an instruction for it, which sm_89 is the first to have: their bits
-// are moved, and the scales of the call take the difference of the exponents' offsets. Exact, of
-// subnormal numbers, too, and NaN stays NaN.
+// 8-bit floats become fp16 without a conversion instruction, which begins with sm_89: their bits
+// are moved, and the scales of the call take the difference of the exponents' offsets. This is
+// exact, also for subnormal numbers, and NaN stays NaN.
 #pragma once
 #include <cstdint>
 
@@ -12,8 +12,8 @@ using flashsci::paged::Narrow, flashsci::paged::Same;
 
 // The four bytes of a word, the lowest in the low half of x, divided by 2^8.
 __device__ __forceinline__ uint2 f16x4_of_e4m3(uint32_t word) {
-  // NaN, alone, has all ones behind the sign. In the sign's place it becomes the first bit of the
-  // exponent, which no number has.
+  // Only NaN has all ones after the sign. Adding 1 carries into the sign's place, which becomes the
+  // first bit of the fp16 exponent; that bit is 0 in every number.
   const uint32_t next = (word & 0x7f7f7f7fu) + 0x01010101u;
   const uint32_t sizes = (next & 0x80808080u) | (word & 0x7f7f7f7fu);
   const auto pair = [&](uint32_t bytes) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ uint2 f16x4_of_e4m3(uint32_t word) {
   return make_uint2(pair(0x1404), pair(0x3424));
 }
 
-// The upper bytes of fp16.
+// Gathers the upper bytes of fp16.
 __device__ __forceinline__ uint2 f16x4_of_e5m2(uint32_t word) {
   return make_uint2(__byte_perm(word, 0, 0x1404), __byte_perm(word, 0, 0x3424));
 }

@@ -2,11 +2,11 @@
 // from a paged KV cache, of the dtype of the queries or of 8-bit floats.
 //
 // Maths     That of sm90/paged/kernel.cuh. 8-bit floats become fp16 by moving their bits (format.cuh).
-// Work      As there: core/paged/plan.cuh, and combine.cuh for what was cut.
+// Work      As there: core/paged/plan.cuh, and combine.cuh for cut tiles.
 // Roles     Warps 0 - 7 compute (core/paged/part.cuh), warp 8 loads K, warp 9 V, each by cp.async,
-//           warp 10 finds what tile is next and loads its Q, warp 11 puts tiles of few rows together.
-// Shared    Two tiles of Q (one at head dim 256), the warps' sums, and a ring of K and V of as many
-//           stages as the device has room for: `Storage`.
+//           warp 10 finds the next tile and loads its Q, warp 11 merges tiles of few rows.
+// Shared    Two tiles of Q (one at head dim 256), the warps' sums, and a ring of K and V with the
+//           number of stages that the device has room for: `Storage`.
 // Pages     A lane looks up the page of 16 rows, some blocks ahead.
 // Limits    Memory. Prompts are right, but slow.
 #pragma once

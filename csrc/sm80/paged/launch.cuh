@@ -1,4 +1,4 @@
-// The host side of paged attention by cp.async: how many stages, and the launches.
+// The host side of paged attention by cp.async: the number of stages, and the launches.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -15,9 +15,9 @@
 
 namespace flashsci::sm80::paged {
 
-inline constexpr int kLeastShared = 99 * 1024;  // of a CTA, on sm_86, sm_89 and sm_120
+inline constexpr int kLeastShared = 99 * 1024;  // per CTA, on sm_86, sm_89 and sm_120
 
-// Whether a copy of 16 bytes finds K and V. bytes: of an element.
+// Whether copies of 16 bytes can read K and V. bytes: of an element.
 inline bool takes_caches(const FlashsciPagedParams& p, int bytes) {
   const auto aligned = [&](int64_t size, int64_t stride) {
     return size <= 1 || stride * bytes % 16 == 0;
@@ -30,7 +30,7 @@ inline bool takes_caches(const FlashsciPagedParams& p, int bytes) {
          takes(p.v_cache, p.v_page, p.v_row, p.v_head);
 }
 
-// As many as there is room for.
+// The number of stages that there is room for.
 template <class C>
 cudaError_t find_stages(int& stages, int device) {
   int room;
@@ -40,7 +40,7 @@ cudaError_t find_stages(int& stages, int device) {
   return error;
 }
 
-// What core/paged/host.cuh asks of a generation.
+// The interface that core/paged/host.cuh requires of a generation.
 struct Generation {
   using E4m3 = paged::E4m3;
   using E5m2 = paged::E5m2;

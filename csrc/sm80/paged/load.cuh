@@ -14,7 +14,7 @@ namespace flashsci::sm80::paged {
 // A lane looks up the page of 16 rows of a block.
 template <class C>
 struct Lookup {
-  const int rows = threadIdx.x % 32 * kSmallPage;  // the first of them
+  const int rows = threadIdx.x % 32 * kSmallPage;  // first row of the page
   static __device__ __forceinline__ int block_key(const Cursor& cursor) {
     return (cursor.slot.first_block + cursor.block) * C::kBlockK;
   }
@@ -26,18 +26,18 @@ struct Lookup {
   }
 };
 
-// K, or V.
+// The loads of K, or of V.
 template <class C>
 struct Cache {
-  static constexpr int kLanes = C::kHeadDim * C::kBytes / 16;  // of a row
-  static constexpr int kRowsTogether = 32 / kLanes;            // of the warp
-  static constexpr int kSteps = kSmallPage / kRowsTogether;    // for 16 rows
+  static constexpr int kLanes = C::kHeadDim * C::kBytes / 16;  // per row
+  static constexpr int kRowsTogether = 32 / kLanes;            // per warp
+  static constexpr int kSteps = kSmallPage / kRowsTogether;    // per 16 rows
   static constexpr int kBoxPieces = C::kColumns * C::kBytes / 16;
 
   const unsigned char* values;
   int64_t page, row, head;     // strides, in bytes
-  const int first_row, piece;  // of 16 rows and of the row: what this lane copies first
-  int piece_bytes;             // of those 16 that the head dim has
+  const int first_row, piece;  // this lane's first copy: row of 16, and piece of the row
+  int piece_bytes;             // bytes of those 16 that the head dim has
 
   __device__ __forceinline__ Cache(const void* values_, int64_t page_, int64_t row_, int64_t head_,
                                    int head_dim)
@@ -49,7 +49,7 @@ struct Cache {
         piece(threadIdx.x % kLanes),
         piece_bytes(min(max(head_dim * C::kBytes - piece * 16, 0), 16)) {}
 
-  // Zeros where the row has ended. A row of an 8-bit cache may end in the middle of 16 bytes.
+  // Zeros past the end of the row. A row of an 8-bit cache may end in the middle of 16 bytes.
   __device__ __forceinline__ void copy(uint32_t place, const unsigned char* source) const {
     if (C::kBytes == 1 && piece_bytes == 8) {
       ptx::cp_async_small<8>(place, source, 8);
@@ -59,7 +59,7 @@ struct Cache {
     }
   }
 
-  // The rows that lie at `source`, from `first` on of a block, as far as there are keys.
+  // Copies the rows at `source`, from `first` on of a block, up to the last key.
   __device__ __forceinline__ void copy_rows(uint32_t block, int first, const unsigned char* source,
                                             int keys) const {
     source += first_row * row + piece * 16;
@@ -72,7 +72,7 @@ struct Cache {
   }
 };
 
-// Beyond the last key stages hold what they held: nothing counts there.
+// Beyond the last key stages keep old contents: nothing counts there.
 template <class C, Role kRole>
 __device__ __forceinline__ void load(Storage<C>& shared, const Args& a, Cursor cursor) {
   constexpr bool kKeys = kRole == kLoadsKeys;

@@ -1,13 +1,15 @@
-// Gradients of attention of short sequences: a warp has a whole head, and goes through it once.
+// Gradients of attention of short sequences: each warp has a whole head, and computes it in one
+// pass.
 //
 // Maths     S^T = scale K Q^T (+ bias, masked), P = exp(S - lse), delta = sum_d dO O - dlse,
 //           dS = P (dO V^T - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K; dbias = dS;
 //           with key weights P = w exp(S - lse), dw = sum exp(S - lse) (dO V^T - delta)
-// Roles     warps of a block have neighbouring heads; where heads share a bias of keys, a block has
-//           all heads of a batch member, and its warps' sums are added up in their order
-// Shared    those sums; kStaged: all operands and statistics, and gradients of rows of 32 bytes (staging.cuh)
-// Pipeline  none: other warps compute while one waits for its rows
-// Limits    memory; in fp32 three products of parts take half as long
+// Roles     The warps of a block have neighbouring heads; if heads share a bias of keys, a block
+//           has all heads of a batch member, and its warps' sums are added up in their order
+// Shared    Those sums; kStaged: all operands and statistics, and gradients of rows of 32 bytes
+//           (staging.cuh)
+// Pipeline  None: other warps compute while one waits for its rows
+// Limits    Memory; in fp32 three products of parts take half as long
 #pragma once
 #include <type_traits>
 
@@ -15,16 +17,17 @@
 
 namespace flashsci::sm80::small {
 
-// What becomes of dS; of key weights, of what their gradient sums.
+// The destination of dS; with key weights, of the terms of their gradient.
 enum DbiasForm {
   kNoDbias,
-  kDbiasOfPairs,  // a place for each
+  kDbiasOfPairs,  // an element for each pair
   kDbiasOfKeys,   // sums over queries
-  kDbiasOfHeads,  // and over the heads of a batch member
+  kDbiasOfHeads,  // sums over queries, and over the heads of a batch member
 };
 
-// The weights of the keys that a lane has, 8 i + g, and bounds of e^(S - lse), which without a weight has none:
-// 1 / w; of a weight of zero kLargest, and 1 in a row whose lse knows no better. Nothing of kernels without.
+// The weights of a lane's keys, 8 i + g, and bounds of e^(S - lse): 1 / w. For a weight of zero the
+// bound is kLargest, and 1 in a row whose lse is too large to bound it. Without weights, e^(S -
+// lse) has no bound and the struct is unused.
 template <class P, int kBlocks>
 struct KeyWeights {
   static constexpr float kLargest = 1e38f, kHuge = 16777216.f;
@@ -59,11 +62,11 @@ __device__ __forceinline__ void store_dbias(const FlashsciBackwardParams& p, con
     static_cast<uint16_t*>(p.dbias)[at] = static_cast<uint16_t>(P::Op::pack2(x, 0.f));
 }
 
-// Whether operands stay in registers from the first product to the last: few of them. Others are read once
-// more, from the first-level cache or shared memory.
+// Whether operands stay in registers from the first product to the last, if they are few. Others
+// are read once more, from the first-level cache or shared memory.
 template <class P, class S, bool kStaged>
 inline constexpr bool kKeeps = [] {
-  constexpr int kBytes = sizeof(typename P::Row) * S::kBlocks * S::kUnits;  // of a matrix, a lane
+  constexpr int kBytes = sizeof(typename P::Row) * S::kBlocks * S::kUnits;  // per matrix and lane
   return sizeof(typename P::Element) == 2 ? kBytes <= 64 && (!kStaged || kBytes == 64)
                                           : kBytes <= 48 && !kStaged;
 }();
@@ -76,10 +79,11 @@ __device__ __forceinline__ auto kept(const Rows& rows) {
     return rows;
 }
 
-// All gradients of a head. What the bias or weight of keys 8 i + g gets goes to `sums`, this lane's part.
+// All gradients of a head. `sums`: this lane's part of the gradients of the bias or weight of keys
+// 8 i + g.
 // rows_of(matrix, tensor, rows, columns): HeadRows, StagedRows or HeldRows.
 // results()(matrix, tensor, rows, columns): HeadRows or StagedRows.
-// wait(kBehind): until operands are there but for those behind them in this order: k, q; v, dout; out, lse.
+// wait(kBehind): waits for all operands up to the kBehind last in this order: k, q; v, dout; out, lse.
 template <class P, class S, class Statistics, class RowsOf, class Results, class Wait>
 __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, int dbias,
                                               const HeadPlan& plan, const Head& place,
@@ -111,7 +115,8 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
     const KeyWeights<P, kBlocks> weights(p, place, keys);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) sums[i] = 0.f;
-    // Of one block of keys and queries, these with lse and delta of two.
+    // Computes P and dS for one block of keys and one of queries; `of` has lse and delta of two
+    // queries.
     const auto finish = [&](int block, int n, const float4& of) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -119,7 +124,7 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
         const float lse = e == 0 ? of.x : of.z, dp = y - (e == 0 ? of.y : of.w);
         const auto times = [dp](float z) {
           return z == 0.f ? 0.f : z * dp;
-        };  // whatever hidden keys hold
+        };  // hidden keys may hold anything
         x = ptx::ex2_approx(fmaf(x, unit, -lse));
         if constexpr (P::kWeighted) {
           x = weights.limit(x, block, lse);
@@ -131,7 +136,7 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
         y = times(x);
       }
     };
-    // The compiler keeps to this order: of two, that by which fewer registers spill.
+    // The compiler keeps this order; fewer registers spill than with the opposite one.
     if constexpr (sizeof(typename P::Element) == 2) {
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
@@ -159,7 +164,7 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
     }
 
   const auto result_of = results();
-  // C = A B, times a factor, where it is wanted.
+  // C = A B, times a factor, if it is wanted.
   const auto multiply = [&](const auto& left, const auto& b, Matrix matrix, void* data,
                             const LaneRows& rows, int columns, float factor) {
     if (data == nullptr) return;
@@ -181,7 +186,8 @@ __device__ __forceinline__ void differentiate(const FlashsciBackwardParams& p, i
   multiply(left, k, kDq, p.dq, queries, p.head_dim, p.scale);
 }
 
-// kRoom: of tensors that lie alike, heads for which a block has room in shared memory (staging.cuh).
+// kRoom: for tensors with equal strides, the number of heads that fit a block's shared memory
+// (staging.cuh).
 template <class P, class S, bool kStaged, int kRoom>
 __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kStaged).of_block,
                                   P::backward_threads(S::kBlocks, S::kUnits, kStaged).blocks)
@@ -190,14 +196,14 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const uint32_t first = blockIdx.x * warps;
   if (!kStaged && first + warp >= plan.count)
-    return;  // not where warps meet: of whole batch members
+    return;  // blocks whose warps meet have whole batch members and never return here
   const Head first_head(plan, kStaged ? first : first + warp);
   const Head place = kStaged ? first_head.next(warp) : first_head;
   float sums[S::kBlocks];
   if constexpr (kStaged) {
     constexpr bool kAlike = kRoom > 0;
-    // Whether products begin when their operands are there: those of many rows, read from shared memory as
-    // they are multiplied.
+    // Whether products begin as soon as their operands arrive: for many rows, which are read from
+    // shared memory during the products.
     constexpr bool kInParts = S::kBlocks == 4 && S::kUnits == 1;
     const Stage<P, S, kOfBackward, kRoom> stage(plan, first_head);
     auto at = stage.offsets(kK);
@@ -218,7 +224,7 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
           return kept<P, S, kStaged>(stage.rows_of(matrix, rows));
         },
         [&] {
-          // Of gradients that lie alike counted once.
+          // Computed once for gradients with equal strides.
           const int64_t shared = kAlike && !kStagesResults<P, S, kOfBackward>
                                      ? place.offset(plan.of[kDv], place.head)
                                      : 0;

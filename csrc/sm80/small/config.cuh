@@ -1,4 +1,4 @@
-// Which calls short sequences are, and the shapes of their kernels.
+// The calls that count as short sequences, and the shapes of their kernels.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -10,9 +10,9 @@ namespace flashsci::sm80::small {
 
 inline constexpr int kMostRows = 32;  // queries, and keys
 inline constexpr int kMostDim = 64;
-inline constexpr int kMostWarps = 8;  // of a block: heads side by side
+inline constexpr int kMostWarps = 8;  // per block: neighbouring heads
 
-// Division by a number that the host knows, of numbers below 2^31.
+// Division of numbers below 2^31 by a number that the host knows.
 struct Divisor {
   uint32_t divisor, multiplier, shift;
 
@@ -25,12 +25,12 @@ struct Divisor {
   }
 };
 
-// Matrices of a head. Those of which a block may have all rows in shared memory: the first three in the
-// forward, the first five in the backward.
+// Matrices of a head. A block may have all rows of some in shared memory: of the first three in the
+// forward, of the first five in the backward.
 enum Matrix { kQ, kK, kV, kDout, kOut, kDq, kDk, kDv, kMatrices };
 inline constexpr int kOfForward = 3, kOfBackward = 5;
 
-// Strides in bytes: what the host can multiply, a warp need not.
+// Strides in bytes, multiplied on the host.
 struct Steps {
   int64_t batch0;
   uint32_t batch1, head, row;
@@ -52,15 +52,15 @@ struct Steps {
 struct HeadPlan {
   uint32_t count;
   Divisor heads, batch1, group;  // group: query heads of a key head
-  // Where rows of a block's heads go through shared memory (staging.cuh): pieces of 16 bytes of a row, bytes from
-  // row to row, and of a matrix.
+  // For rows of a block's heads that go through shared memory (staging.cuh): pieces of 16 bytes of
+  // a row, bytes from row to row, and bytes of a matrix.
   Divisor pieces;
   int pitch, matrix;
-  bool plain;  // scores are products of rows times a positive scale, and all are keys
-  bool alike;  // q, k and v have the same strides, and so have dout and out, and the gradients
+  bool plain;  // scores are products of rows times a positive scale, and all keys are visible
+  bool alike;  // equal strides of q, k and v, of dout and out, and of the gradients
   Steps of[kMatrices];
 
-  // size: bytes of an element; rows: of a tile; the others as of this.
+  // size: bytes of an element; rows: of a tile; the others as the fields.
   template <class Params>
   HeadPlan(const Params& p, int size, int rows, int pieces_, int pitch_, int matrix_, bool alike_)
       : count(static_cast<uint32_t>(p.batch0 * p.batch1 * p.heads_q)),
@@ -96,7 +96,7 @@ struct Head {
     batch1 = batch - batch0 * plan.batch1.divisor;
     head_k = plan.group.divide(head);
   }
-  // Another of the same batch member, where keys have as many heads.
+  // Another head of the same batch member, if keys have the same number of heads.
   __device__ __forceinline__ Head next(uint32_t by) const {
     Head other = *this;
     other.index += by, other.head += by, other.head_k += by;
@@ -114,16 +114,16 @@ struct Head {
   }
 };
 
-// Tiles of a warp: kBlocks x 8 queries by as many keys; heads of at most kUnits x 16 columns, or, where
-// kWhole, of just as many.
+// Tiles of a warp: kBlocks x 8 queries by the same number of keys; heads of at most kUnits x 16
+// columns, or, if kWhole, of exactly that number.
 template <int kBlocks_, int kUnits_, bool kWhole_>
 struct Shape {
   static constexpr int kBlocks = kBlocks_, kUnits = kUnits_;
   static constexpr bool kWhole = kWhole_;
-  static constexpr int kTiles = (kBlocks + 1) / 2;  // m16 tiles of an operand with as many rows
+  static constexpr int kTiles = (kBlocks + 1) / 2;  // m16 tiles of an operand of these rows
 };
 
-// Scores or the like of one head: [m16, n8, fragment].
+// Scores, or other values per pair, of one head: [m16, n8, fragment].
 template <int kBlocks>
 using Scores = float[(kBlocks + 1) / 2][kBlocks][4];
 

@@ -1,25 +1,25 @@
-// Attention of short sequences: a warp has a whole head.
+// Attention of short sequences: each warp has a whole head.
 //
 // Maths     S = scale Q K^T (+ bias or log of key weights, masked), P = exp(S - max), O = P V / sum; lse = max + log(sum)
-// Roles     warps of a block have neighbouring heads and know nothing of each other
-// Shared    none: operands go from memory to registers as products want them (fragments.cuh); kStaged:
-//           by way of shared memory, and results of 32 short rows as well (staging.cuh)
-// Pipeline  none: other warps compute while one waits for its rows; kStaged: V comes after Q and K
-// Limits    memory
+// Roles     The warps of a block have neighbouring heads and are independent of each other
+// Shared    None: operands go from memory to registers in the order of products (fragments.cuh);
+//           kStaged: through shared memory, and results of 32 short rows as well (staging.cuh)
+// Pipeline  None: other warps compute while one waits for its rows; kStaged: V comes after Q and K
+// Limits    Memory
 #pragma once
 #include "scores.cuh"
 #include "staging.cuh"
 
 namespace flashsci::sm80::small {
 
-// Rows, Out: HeadRows or StagedRows. wait(): until V is there.
+// Rows, Out: HeadRows or StagedRows. wait(): waits for V.
 template <class P, class S, class Rows, class Out, class Wait>
 __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Head& place,
                                        const LaneRows& queries, const Rows& q, const Rows& k,
                                        const Rows& v, const Out& out, bool plain, Wait&& wait) {
   constexpr int kBlocks = S::kBlocks;
   Scores<kBlocks> s;
-  // What registers hold of V is on its way from memory while scores are computed.
+  // The part of V that fits registers is loaded while scores are computed.
   constexpr int kEarly = Rows::kShared ? 0 : kHoldsRows<P, S> ? S::kUnits : 1;
   typename P::Row values[kEarly > 0 ? kEarly : 1][kBlocks];
   multiply_heads<P, S, S::kUnits>(s, q, k, [&] {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
   });
   const float unit = finish_scores<P, false>(s, p, place, plain);
 
-  float inverse[kBlocks];  // of the sums of rows g of each block
+  float inverse[kBlocks];  // inverse sums of rows g of each block
   const int t = threadIdx.x % 4;
   float own_sum = 0.f, own_reference = 0.f;  // of row 8 t + g, whose lse this lane stores
 #pragma unroll
@@ -62,7 +62,7 @@ __device__ __forceinline__ void attend(const FlashsciForwardParams& p, const Hea
   }
 }
 
-// kRoom: as of the backward.
+// kRoom: as in the backward.
 template <class P, class S, bool kStaged, int kRoom>
 __global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits).of_block,
                                   P::forward_threads(S::kBlocks, S::kUnits).blocks)

@@ -1,11 +1,11 @@
 // Rows of one head in the registers of a warp, and products of them.
 //
-// Lane l, g = l / 4 and t = l % 4, has columns 16 u + 4 t ... + 3 of rows 8 i + g: what it loads and
-// stores is 8 or 16 bytes, and rows need no shared memory. The fragments of mma want other columns in
-// a lane; but terms of a sum may come in any order, and columns of a result in the order of its
-// operand's. Where rows are summed over, blocks of 8 x 8 are transposed between lanes.
+// Lane l, g = l / 4 and t = l % 4, has columns 16 u + 4 t ... + 3 of rows 8 i + g: its loads and
+// stores are 8 or 16 bytes, and rows need no shared memory. The fragments of mma want other columns
+// in a lane; but terms of a sum may come in any order, and columns of a result have the order of
+// its operand. If rows are summed over, blocks of 8 x 8 are transposed between lanes.
 //
-// Sums are float[4] tiles as of ptx/mma_*.cuh: rows g, g + 8 and columns 2 t, 2 t + 1.
+// Sums are float[4] tiles as in ptx/mma_*.cuh: rows g, g + 8 and columns 2 t, 2 t + 1.
 #pragma once
 #include <cstdint>
 
@@ -16,8 +16,9 @@
 
 namespace flashsci::sm80::small {
 
-// Threads of so many blocks for which the registers of a multiprocessor must do: of more, some would spill;
-// of fewer, too many would wait at a time. No number of blocks leaves the compiler more freedom.
+// Threads per block, and the number of blocks that must fit a multiprocessor's registers: with more
+// blocks, some registers would spill; with fewer, too many warps would wait at a time. Without a
+// number of blocks the compiler has more freedom.
 struct Threads {
   int of_block, blocks = 0;
 };
@@ -44,7 +45,7 @@ struct Products16 {
     float c[4] = {};
     __device__ __forceinline__ float operator[](int i) const { return c[i]; }
   };
-  // A matrix as it is multiplied from the left, [m16, n8, row g or g + 8]: columns 2 t, 2 t + 1.
+  // A left operand, [m16, n8, row g or g + 8]: columns 2 t, 2 t + 1.
   template <int kBlocks>
   struct Left {
     uint32_t pair[(kBlocks + 1) / 2][kBlocks][2];
@@ -76,7 +77,7 @@ struct Products16 {
     const uint32_t a[4] = {a0.x, a1.x, a0.y, a1.y};
     Op::mma(sum.c, a, b.x, b.y);
   }
-  // C += A B for 16 columns of B: of a row g columns 4 t, 4 t + 1 in sum[..][0], the others in [1].
+  // C += A B for 16 columns of B: columns 4 t, 4 t + 1 of a row g in sum[..][0], the others in [1].
   template <int kBlocks>
   static __device__ __forceinline__ void multiply(Sum (&sum)[(kBlocks + 1) / 2][2],
                                                   const Left<kBlocks>& left,
@@ -110,9 +111,9 @@ struct Products16 {
 };
 
 // fp32 operands: three products of TF32 numbers, high and low parts of 11 bits. They have fp32's
-// range, and no scales as parts in fp16 would.
+// range, and need no scales, unlike fp16 halves.
 struct Products32 {
-  struct Op {  // of a bias that is not fp32: there is none
+  struct Op {  // type of a bias that is not fp32: there is none
     static __device__ __forceinline__ float to_float(uint16_t) { return 0.f; }
     static __device__ __forceinline__ uint32_t pack2(float, float) { return 0; }
   };
@@ -125,7 +126,7 @@ struct Products32 {
   static constexpr Threads backward_threads(int blocks, int units, bool) {
     return {units == 2 ? 256 : units > 2 ? 384 : blocks <= 3 ? 512 : 384};
   }
-  // Tensor cores round sums towards zero: the small products have sums of their own.
+  // Tensor cores round sums towards zero: the small products have separate sums.
   struct Sum {
     float c[4] = {}, small[4] = {};
     __device__ __forceinline__ float operator[](int i) const { return c[i] + small[i]; }
@@ -157,7 +158,7 @@ struct Products32 {
     }
   };
 
-  // x = high + low: high rounded to 11 bits, of low what TF32 leaves of it, 2^-23 of x less.
+  // x = high + low: high is rounded to 11 bits, low is truncated by TF32; the error is 2^-23 of x.
   template <int kCount>
   struct Parts {
     uint32_t high[kCount], low[kCount];
@@ -179,7 +180,7 @@ struct Products32 {
     ptx::mma_m16n8k8_tf32(sum.small, a.high, b.low);
     ptx::mma_m16n8k8_tf32(sum.c, a.high, b.high);
   }
-  // Of a block of 8 x 8: columns 2 t, 2 t + 1 of row g become rows 2 t, 2 t + 1 of column g.
+  // In a block of 8 x 8, columns 2 t, 2 t + 1 of row g become rows 2 t, 2 t + 1 of column g.
   static __device__ __forceinline__ float2 transposed(float x, float y) {
     const uint32_t a = __float_as_uint(x), b = __float_as_uint(y);
     const uint32_t low = ptx::movmatrix_trans(__byte_perm(a, b, 0x5410));
@@ -218,14 +219,14 @@ struct Products32 {
   }
 };
 
-// The same where keys have weights in the place of a bias: kernels of their own, for others would have fewer
-// registers by them.
+// The same for key weights in the place of a bias: separate kernels, since weights would take
+// registers from the others.
 struct WeightedProducts32 : Products32 {
   static constexpr bool kWeighted = true;
 };
 
-// The rows of a matrix that this lane has: 8 i + g. Those beyond the last are the last once more, for
-// their products count for nothing: hidden keys, queries without probabilities.
+// This lane's rows of a matrix: 8 i + g. Rows past the last repeat the last, since their products
+// do not count: hidden keys, queries without probabilities.
 struct LaneRows {
   int first, count;
   __device__ __forceinline__ explicit LaneRows(int count_)
@@ -294,7 +295,7 @@ struct HeadRows {
   }
 };
 
-// A matrix of one head in registers: what several products read.
+// A matrix of one head in registers, for several products.
 template <class P, class S>
 struct HeldRows {
   static constexpr bool kShared = true;  // no load waits for memory
@@ -311,13 +312,13 @@ struct HeldRows {
   }
 };
 
-// Whether all rows of a matrix are in registers at a time.
+// Whether all rows of a matrix are in registers at the same time.
 template <class P, class S>
 inline constexpr bool kHoldsRows = sizeof(typename P::Row) * S::kBlocks * S::kUnits <= 128;
 
-// Scores or the like of all rows: C = A B^T. As many rows are on their way at a time as registers hold;
-// what `meanwhile` asks for comes after the first of them. kUnroll: units whose loads may be early. Rows:
-// HeadRows or StagedRows.
+// Scores, or other values per pair, of all rows: C = A B^T. Rows are loaded ahead as registers
+// allow; `meanwhile` issues its loads after the first of them. kUnroll: units whose loads may be
+// early. Rows: HeadRows or StagedRows.
 template <class P, class S, int kUnroll, class Rows, class Meanwhile>
 __device__ __forceinline__ void multiply_heads(Scores<S::kBlocks>& c, const Rows& a, const Rows& b,
                                                Meanwhile&& meanwhile) {

@@ -1,4 +1,4 @@
-// The host side of short sequences: which calls they are, and the launch.
+// The host side of short sequences: the calls that it takes, and the launch.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -15,7 +15,7 @@ template <class Params>
 inline constexpr int kOperands =
     std::is_same_v<Params, FlashsciBackwardParams> ? kOfBackward : kOfForward;
 
-// Whether rows begin at multiples of so many bytes.
+// Whether rows begin at multiples of this number of bytes.
 template <class P>
 bool aligned(int bytes, const void* data, const FlashsciStrides& strides) {
   const int64_t all = strides.batch0 | strides.batch1 | strides.head | strides.row;
@@ -23,7 +23,7 @@ bool aligned(int bytes, const void* data, const FlashsciStrides& strides) {
          reinterpret_cast<uintptr_t>(data) % bytes == 0;
 }
 
-// Rows that lanes load and store four columns at a time.
+// Whether lanes can load and store rows four columns at a time.
 template <class P>
 bool by_fours(const void* data, const FlashsciStrides& strides, int columns) {
   constexpr int64_t kElement = sizeof(typename P::Element);
@@ -36,7 +36,7 @@ bool is_weighted(const Params& p) {
   return p.bias_mask.bias != nullptr && p.bias_mask.bias_is_fp32 == FLASHSCI_KEY_WEIGHTS;
 }
 
-// What both directions ask of a call, but for its results.
+// The conditions that both directions share, except for the results.
 template <class P, class Params>
 bool takes(const Params& p) {
   return is_weighted(p) == P::kWeighted && (!P::kWeighted || p.heads_q == p.heads_k) &&
@@ -48,7 +48,7 @@ bool takes(const Params& p) {
          p.batch0 * p.batch1 * p.heads_q <= INT32_MAX;
 }
 
-// act(shape) of the least shape that holds a call.
+// Calls act(shape) with the smallest shape that holds a call.
 template <class Params, class Act>
 auto with_shape(const Params& p, Act&& act) {
   const int dim = std::max(p.head_dim, p.head_dim_v), rows = std::max(p.seq_q, p.seq_k);
@@ -66,21 +66,21 @@ auto with_shape(const Params& p, Act&& act) {
   return with_blocks(std::integral_constant<int, 4>{});
 }
 
-// Of a block. Heads of one row of memory are read at the same time.
+// Warps per block. Heads of one row of memory are read at the same time.
 inline int warps_of(int heads) {
   return heads % 4 != 0 && heads > 2 && heads < kMostWarps ? heads : 4;
 }
 
-// The same where rows go through shared memory: a part of the heads of a batch member.
+// The same for rows that go through shared memory: a part of the heads of a batch member.
 inline int staged_warps_of(int heads) {
   for (const int warps : {4, 6, 5, 7, 3, 2})
     if (heads % warps == 0) return warps;
   return 1;
 }
 
-// Bytes of rows that a block may have: a multiprocessor holds two blocks. Beside rows a block has 1 KiB
-// of the driver's and 1 KiB of sums; one more keeps rows and sums within 48 KiB, which need no leave,
-// where a multiprocessor has 100.
+// Bytes of rows that a block may have: a multiprocessor holds two blocks. In addition a block has 1
+// KiB for the driver and 1 KiB of sums; one more keeps rows and sums within 48 KiB, which need no
+// attribute, on multiprocessors with 100 KiB.
 template <class Params>
 int most_bytes(const Params& p) {
   return p.shared_per_sm / 2 - 3072;
@@ -97,7 +97,7 @@ bool by_pieces(const Params& p) {
   return all;
 }
 
-// Of HeadPlan.
+// The value of HeadPlan::alike.
 template <class Params>
 bool are_alike(const Params& p) {
   const auto same = [](const FlashsciStrides& x, const FlashsciStrides& y) {
@@ -110,9 +110,9 @@ bool are_alike(const Params& p) {
   return all;
 }
 
-// act(shape, whether rows go through shared memory, heads for which a block has room there or 0, blocks, threads,
-// bytes of those rows, plan). warps, staged_warps: of a block, of direct kernels and of those of rows in shared
-// memory.
+// Calls act(shape, whether rows go through shared memory, heads for which a block has room there or
+// 0, blocks, threads, bytes of those rows, plan). warps, staged_warps: per block, of direct kernels
+// and of kernels with rows in shared memory.
 template <class P, class Params, class Act>
 auto with_launch(const Params& p, int warps, int staged_warps, Act&& act) {
   const bool alike = are_alike(p);
@@ -151,8 +151,8 @@ auto with_launch(const Params& p, int warps, int staged_warps, Act&& act) {
   });
 }
 
-// `launch` of a kernel whose shared memory depends on the call. What a kernel is allowed is said once:
-// as much as any call may ask for.
+// Launches a kernel whose shared memory depends on the call. Its limit is set once, to the largest
+// size of any call.
 template <auto kKernel, class Params, class... Arguments>
 cudaError_t launch_rows(int64_t blocks, int threads, int bytes, cudaStream_t stream,
                         const Params& p, const Arguments&... arguments) {
@@ -175,7 +175,7 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
       });
 }
 
-// Whether every batch member has a gradient of its own, and what it is.
+// Whether every batch member has its own gradient of the bias; `form`: the form of that gradient.
 inline bool has_dbias_form(const FlashsciBackwardParams& p, int& form) {
   form = kNoDbias;
   if (p.dbias == nullptr) return true;

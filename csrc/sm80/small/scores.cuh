@@ -8,7 +8,7 @@
 
 namespace flashsci::sm80::small {
 
-// Calls each(x, query, key) for what a lane has of the scores. kTransposed: their rows are keys.
+// Calls each(x, query, key) for a lane's scores. kTransposed: their rows are keys.
 template <bool kTransposed, int kTiles, int kBlocks, class Each>
 __device__ __forceinline__ void visit(float (&s)[kTiles][kBlocks][4], Each&& each) {
 #pragma unroll
@@ -20,8 +20,8 @@ __device__ __forceinline__ void visit(float (&s)[kTiles][kBlocks][4], Each&& eac
   }
 }
 
-// What the bias or mask has for each score, act(score, value); of keys (no stride of queries) the
-// compiler reads it once for all queries.
+// Calls act(score, value) with the value of the bias or mask for each score; if it is of keys (no
+// stride of queries), the compiler reads it once for all queries.
 template <bool kTransposed, class Value, int kTiles, int kBlocks, class Params, class Act>
 __device__ __forceinline__ void apply(float (&s)[kTiles][kBlocks][4], const void* data,
                                       const FlashsciScoreStrides& strides, const Params& p,
@@ -38,13 +38,13 @@ __device__ __forceinline__ void apply(float (&s)[kTiles][kBlocks][4], const void
     visit_by(strides.row, strides.column);
 }
 
-// A key's weight: 0 where it is subnormal, and 1 / weight beyond fp32.
+// A key's weight as it counts: 0 if it is subnormal, since 1 / weight would exceed fp32.
 __device__ __forceinline__ float counted(float weight) {
   return fabsf(weight) < 0x1p-126f ? 0.f : weight;
 }
 
-// Scores, -inf where hidden. Those of the forward (not kTransposed) have the logarithms of weights in them.
-// Returns their unit, a positive number. plain: of HeadPlan.
+// Scores, -inf where hidden. In the forward (not kTransposed) they include the logarithms of
+// weights. Returns their unit, a positive number. plain: that of HeadPlan.
 template <class P, bool kTransposed, int kTiles, int kBlocks, class Params>
 __device__ __forceinline__ float finish_scores(float (&s)[kTiles][kBlocks][4], const Params& p,
                                                const Head& place, bool plain) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ float finish_scores(float (&s)[kTiles][kBlocks][4], c
     visit<kTransposed>(s, [&](float& x, int, int) { x *= p.scale; });
   else if (P::kWeighted)
     apply<kTransposed, float>(s, given.bias, given.bias_strides, p, place, add([](float weight) {
-                                return logf(counted(weight));  // of 0: -inf
+                                return logf(counted(weight));  // -inf for weight 0
                               }));
   else if (sizeof(typename P::Element) == 4 || given.bias_is_fp32)
     apply<kTransposed, float>(s, given.bias, given.bias_strides, p, place,

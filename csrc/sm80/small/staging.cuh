@@ -1,10 +1,10 @@
 // Rows of neighbouring heads on their way through shared memory.
 //
-// A warp that loads rows of its own head asks for 32 or 64 bytes of each of 8 rows at a time: two to four
-// times for every line of memory. Here all threads of a block copy what its heads have of a row, 16
-// bytes each, neighbours side by side, and every warp takes its head from there. Gradients of rows of 32
-// bytes leave the same way, others from registers. Rows of 128 bytes are whole lines: a warp copies its own, and waits
-// for no other.
+// A warp that loads rows of its own head reads 32 or 64 bytes of each of 8 rows at a time: two to
+// four requests for every line of memory. Here all threads of a block copy the rows of all its
+// heads, 16 bytes each, in memory order, and every warp takes its head from shared memory.
+// Gradients of rows of 32 bytes leave the same way, others from registers. Rows of 128 bytes are
+// whole lines: a warp copies its own, and waits for no other.
 #pragma once
 #include "../../core/poison.cuh"
 #include "../../ptx/cp_async_if.cuh"
@@ -12,26 +12,28 @@
 
 namespace flashsci::sm80::small {
 
-// Bytes of a row of a head, where its shape says how many columns there are.
+// Bytes of a row of a head, if its shape fixes the number of columns.
 template <class P, class S>
 inline constexpr int kRowBytes = S::kWhole ? S::kUnits * 16 * sizeof(typename P::Element) : 0;
 
-// Whether rows go through shared memory: those of 128 bytes wherever heads lie, of 32 and 64 bytes where heads lie
-// inside rows ([.., S, H, D]).
+// Whether rows go through shared memory: those of 128 bytes for any strides of heads, those of 32
+// and 64 bytes if heads are inside rows ([.., S, H, D]).
 template <class P, class S>
 inline constexpr bool kStages = kRowBytes<P, S> >= 32 && kRowBytes<P, S> <= 128;
 
-// Whether results do, too. kOperands: of a direction, kOfForward or kOfBackward.
+// Whether results do, too. kOperands: per direction, kOfForward or kOfBackward.
 template <class P, class S, int kOperands>
 inline constexpr bool kStagesResults =
     kRowBytes<P, S> == 32 && (kOperands == kOfBackward || S::kBlocks == 4);
 
-// Where they lie before they leave: in the place of what their warp has read for the last time.
+// The place of results before they leave: that of an operand that their warp has read for the last
+// time.
 __device__ __forceinline__ constexpr Matrix place_of(Matrix result) {
   return result == kDv ? kV : result == kDk ? kOut : kQ;
 }
 
-// A matrix of one head in shared memory as this lane sees it. kWhole: rows beyond the last are there, zeros.
+// A matrix of one head in shared memory as this lane sees it. kWhole: rows past the last exist, as
+// zeros.
 template <class P, class S, bool kWhole>
 struct StagedRows {
   static constexpr bool kShared = true;
@@ -57,9 +59,10 @@ struct StagedRows {
   }
 };
 
-// Heads for which a block has room, where tensors lie alike: of two numbers, so that the compiler knows the places
-// in shared memory. It frees registers that the backward lacks, but in 16 bits with at most 16 rows, and the forward of
-// many short rows. 0: any tensors, and room for as many heads as the block has.
+// Whether the number of heads that fit a block is one of two constants, for tensors with equal
+// strides, so that the compiler knows the places in shared memory. This frees registers that the
+// backward lacks, except in 16 bits with at most 16 rows, and those of the forward of many short
+// rows. Otherwise (0) strides are free, and the room is for the block's heads.
 template <class P, class S, int kOperands>
 inline constexpr bool kRoomIsFixed =
     kOperands == kOfBackward
@@ -67,24 +70,25 @@ inline constexpr bool kRoomIsFixed =
         : kStagesResults<P, S, kOfForward>;
 inline constexpr int kFewHeads = 4;
 
-// Shared memory is [matrix, row, head, padding], and behind it statistics: a row lies there as it does in memory, for what
-// copies ask of the second-level cache at a time is what lands side by side. Rows are odd numbers of units, what
-// lanes of equal t load at a time: eight lanes side by side are in different banks.
+// Shared memory is [matrix, row, head, padding], followed by statistics. A row has the order of
+// memory, so that the copies of one request to the second-level cache are neighbours. Rows are odd
+// numbers of units (the data that lanes of equal t load at a time), so that eight neighbouring
+// lanes use different banks.
 template <class P, class S, int kOperands, int kRoom>
 struct Stage {
   static constexpr int kUnit = 4 * sizeof(typename P::Row);
-  static constexpr int kPieces = kRowBytes<P, S> / 16;  // of a row of a head
+  static constexpr int kPieces = kRowBytes<P, S> / 16;  // per row of a head
   static constexpr int kStep = 32 / kPieces;            // rows that all threads copy at a time
-  static constexpr int kCopies = (S::kBlocks * 8 + kStep - 1) / kStep;  // of a thread, of a matrix
+  static constexpr int kCopies = (S::kBlocks * 8 + kStep - 1) / kStep;  // per thread and matrix
   static constexpr bool kOwn = kRowBytes<P, S> == 128;  // a warp copies rows of its head
-  // Whether a matrix has all rows of a tile, zeros beyond the last: not those of 128 bytes, which are many, nor
-  // where the backward has no fixed room.
+  // Whether a matrix has all rows of a tile, with zeros past the last: not for rows of 128 bytes,
+  // which are many, nor if the backward has no fixed room.
   static constexpr bool kWhole = !kOwn && (kOperands == kOfForward || kRoom > 0);
-  // Rows of a matrix that has `rows` in memory.
+  // Rows of a matrix that has `rows` rows in memory.
   static __host__ __device__ constexpr int rows_of_matrix(int rows) {
     return kWhole ? kCopies * kStep : rows;
   }
-  // Of a warp.
+  // Per warp.
   static constexpr int kStatisticsBytes = kOperands == kOfBackward ? kMostRows * sizeof(float2) : 0;
   // Bytes from row to row.
   static __host__ __device__ constexpr int pitch_of(int heads) {
@@ -92,12 +96,12 @@ struct Stage {
   }
 
   const HeadPlan& plan;
-  const Head& first;  // of the block
+  const Head& first;  // the block's first head
   unsigned char* data;
-  // What this thread copies first: head, row and byte of it, place in shared memory.
+  // This thread's first copy: head, row and byte of it, place in shared memory.
   uint32_t head, row, column, piece;
 
-  // Bytes from the start of a tensor to what this thread copies of it.
+  // Bytes from the start of a tensor to this thread's first copy.
   struct Offsets {
     uint64_t of[kCopies];
   };
@@ -124,7 +128,7 @@ struct Stage {
     piece = row * pitch() + of_row * 16;
     poison_block(data, kOperands * matrix_bytes() + blockDim.x / 32 * kStatisticsBytes);
   }
-  // Of this warp's head.
+  // The statistics of this warp's head.
   __device__ __forceinline__ float2* statistics() const {
     return reinterpret_cast<float2*>(data + kOperands * matrix_bytes() +
                                      threadIdx.x / 32 * kStatisticsBytes);
@@ -138,7 +142,7 @@ struct Stage {
     for (uint32_t i = 0; i < kCopies; ++i) at.of[i] = from + uint64_t{row + i * kStep} * steps.row;
     return at;
   }
-  // Begins to copy a matrix of all heads of the block.
+  // Starts to copy a matrix of all heads of the block.
   __device__ __forceinline__ void fetch(const Offsets& at, Matrix matrix, const void* tensor,
                                         int rows) const {
     visit(at, matrix, [&](uint32_t of_row, uint64_t bytes, uint32_t place) {
@@ -151,8 +155,8 @@ struct Stage {
         ptx::cp_async_16_if(is_there, to, from);
     });
   }
-  // The same after another. kAlike: of plan.alike; as an `if` of this function it would cost what it saves, for the
-  // compiler counts both and chooses.
+  // The same for the next matrix. kAlike: plan.alike; as an `if` of this function it would cost
+  // what it saves, since the compiler computes both and selects.
   template <bool kAlike>
   __device__ __forceinline__ void fetch_next(Offsets& at, Matrix matrix, const void* tensor,
                                              int rows) const {
@@ -175,7 +179,7 @@ struct Stage {
     if constexpr (!kAlike) at = offsets(result);
     release(at, result, tensor, rows);
   }
-  // Until this warp's head is there, but for what threads fetched in their last kPending groups.
+  // Waits for this warp's head, except for the data of each thread's last kPending groups.
   template <int kPending>
   __device__ __forceinline__ void wait() const {
     ptx::cp_async_wait<kPending>();
@@ -184,14 +188,15 @@ struct Stage {
     else
       __syncthreads();
   }
-  // act(row, bytes from the start of a tensor, place in shared memory) of what this thread copies.
+  // Calls act(row, bytes from the start of a tensor, place in shared memory) for this thread's
+  // copies.
   template <class Act>
   __device__ __forceinline__ void visit(const Offsets& at, Matrix matrix, Act&& act) const {
 #pragma unroll
     for (uint32_t i = 0; i < kCopies; ++i)
       act(row + i * kStep, at.of[i], piece + matrix * matrix_bytes() + i * kStep * pitch());
   }
-  // Of this warp's head.
+  // The rows of this warp's head.
   __device__ __forceinline__ StagedRows<P, S, kWhole> rows_of(Matrix matrix,
                                                               const LaneRows& rows) const {
     const int at = threadIdx.x / 32 * (S::kUnits * kUnit) + matrix * matrix_bytes();

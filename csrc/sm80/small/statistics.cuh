@@ -1,4 +1,4 @@
-// Statistics of a head's rows for the backward: each is found by one lane, and read by all.
+// Statistics of a head's rows for the backward: one lane computes each, and all lanes read them.
 #pragma once
 #include "scores.cuh"
 #include "staging.cuh"
@@ -9,10 +9,10 @@ namespace flashsci::sm80::small {
 template <class P, class S>
 inline constexpr int kUnroll = sizeof(typename P::Row) == 16 ? 1 : S::kUnits;
 
-// The row whose statistics a lane finds, which may be beyond the last: 8 t + g.
+// The row whose statistics a lane computes, which may be past the last: 8 t + g.
 __device__ __forceinline__ int row_of_lane() { return threadIdx.x % 4 * 8 + threadIdx.x % 32 / 4; }
 
-// Sums over the lanes of a quad: lane t gets that of x[t].
+// Sums over the lanes of a quad: lane t gets the sum of x[t].
 template <int kBlocks>
 __device__ __forceinline__ float scattered_quad_sum(const float (&x)[kBlocks]) {
   const auto at = [&](int i) { return i < kBlocks ? x[i] : 0.f; };
@@ -22,8 +22,8 @@ __device__ __forceinline__ float scattered_quad_sum(const float (&x)[kBlocks]) {
   return (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 2);
 }
 
-// lse, in powers of two, and delta of a lane's row; lse of a row without probabilities is +inf. Before `put`, `given` is
-// what the forward left.
+// lse, in powers of two, and delta of a lane's row; lse of a row without probabilities is +inf.
+// Before `put`, `given` returns the lse of the forward.
 struct RowStatistics {
   static constexpr bool kLate = false;
   float lse, delta;
@@ -35,7 +35,7 @@ struct RowStatistics {
   __device__ __forceinline__ float given() const { return lse; }
   __device__ __forceinline__ void put(float lse_, float delta_) { lse = lse_, delta = delta_; }
   __device__ __forceinline__ void wait() const {}
-  // Of rows 8 n + 2 t, 8 n + 2 t + 1: lse, delta of each.
+  // lse and delta of rows 8 n + 2 t and 8 n + 2 t + 1.
   __device__ __forceinline__ float4 of_rows(int n) const {
     const int from = threadIdx.x % 4 * 8 + n;
     return {__shfl_sync(0xffffffffu, lse, from), __shfl_sync(0xffffffffu, delta, from),
@@ -43,11 +43,11 @@ struct RowStatistics {
   }
 };
 
-// The same in shared memory, where lse is copied with the rows: as a load into a register the compiler puts it behind the
-// wait for these, where nothing hides it.
+// The same in shared memory. lse is copied with the rows: the compiler would place a load into a
+// register after the wait for the rows, where nothing hides it.
 template <class P, class S>
 struct StagedStatistics {
-  // Whether products come first, while out and lse are on their way: fp32 of fewer rows spills by it.
+  // Whether products come first, while out and lse are copied: fp32 with fewer rows would spill.
   static constexpr bool kLate = sizeof(typename P::Element) == 2 || S::kBlocks == 4;
   float2* rows;  // lse, delta
 
@@ -59,12 +59,12 @@ struct StagedStatistics {
       ptx::cp_async_small<4>(ptx::shared_address(rows + row),
                              p.lse + static_cast<int64_t>(place.index) * p.seq_q + row, 4);
   }
-  // Of a row beyond the last anything.
+  // For a row past the last the value is arbitrary.
   __device__ __forceinline__ float given() const { return rows[row_of_lane()].x; }
   __device__ __forceinline__ void put(float lse, float delta) {
     rows[row_of_lane()] = make_float2(lse, delta);
   }
-  // Until other lanes have put theirs.
+  // Waits until other lanes have put theirs.
   __device__ __forceinline__ void wait() const { __syncwarp(); }
   __device__ __forceinline__ float4 of_rows(int n) const {
     return *reinterpret_cast<const float4*>(rows + n * 8 + threadIdx.x % 4 * 2);

@@ -1,14 +1,16 @@
-// Bias and mask in the sm90 backward: what is read, added and written for pairs.
+// Bias and mask in the sm90 backward: reads, additions and writes per pair of a query and a key.
 //
-// Maths     p_ij = exp(s_ij + bias_ij - lse_i); dbias_ij = ds_ij, summed over what the bias lacks.
-// Roles     Warp 3 of the copying warpgroup brings tiles of the bias to where dS of the block will
-//           be (64 keys of a consumer, all queries); the consumers read them as they store dS,
-//           transposed, and overwrite them. Where dbias is as large as the pairs, the same warp
-//           sends dS away as it is; otherwise sm80's kernel sums it (bias_gradient.cuh).
-//           What is the same for all queries comes straight from global memory.
-// Shared    No more than a third stage of dS.
-// Limits    The bias by tiles is what TMA takes: q's dtype, keys side by side, strides multiples of
-//           16 bytes. fp32 or a mask by pairs: bias_staged.cuh. Softcap stays with sm80.
+// Maths     p_ij = exp(s_ij + bias_ij - lse_i); dbias_ij = ds_ij, summed over the dims that the
+//           bias lacks.
+// Roles     Warp 3 of the copying warpgroup brings tiles of the bias to the place of the block's dS
+//           (64 keys of a consumer, all queries); the consumers read them as they store dS,
+//           transposed, and overwrite them. If dbias has all pairs, the same warp stores dS to
+//           dbias; otherwise sm80's kernel sums it (bias_gradient.cuh). Values that are the same
+//           for all queries come straight from global memory.
+// Shared    One more stage of dS (the third), and nothing else.
+// Limits    The bias comes by tiles if TMA takes it: q's dtype, neighbouring keys contiguous,
+//           strides multiples of 16 bytes. fp32 or a mask by pairs: bias_staged.cuh. Softcap is
+//           left to sm80.
 #pragma once
 #include <cstdint>
 
@@ -29,7 +31,7 @@ inline bool has_bias_mask(const FlashsciBackwardParams& p) {
   return p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
 }
 
-// The same for all queries.
+// Whether it is the same for all queries.
 __host__ __device__ inline bool is_of_keys(const FlashsciScoreStrides& s, int seq_q) {
   return s.row == 0 || seq_q == 1;
 }
@@ -42,25 +44,25 @@ inline bool has_mask_tiles(const FlashsciBackwardParams& p) {
   return p.bias_mask.mask != nullptr && !is_of_keys(p.bias_mask.mask_strides, p.seq_q);
 }
 
-// Served by bias_staged.cuh.
+// Whether bias_staged.cuh serves it.
 inline bool has_staged_bias_mask(const FlashsciBackwardParams& p) {
   return has_mask_tiles(p) || (has_bias_tiles(p) && p.bias_mask.bias_is_fp32);
 }
 
-// dbias has a place for every pair.
+// Whether dbias has an element for every pair.
 inline bool owns_bias(const FlashsciBackwardParams& p) {
   const auto own = [](int64_t size, int64_t stride) { return size == 1 || stride != 0; };
   const FlashsciScoreStrides& s = p.dbias_strides;
   return own(p.batch0, s.batch0) && own(p.batch1, s.batch1) && own(p.heads_q, s.head);
 }
 
-// dS is added to the tiles of a shared dbias, in any order.
+// Whether dS is added to the tiles of a shared dbias, in any order.
 inline bool adds_bias(const FlashsciBackwardParams& p) {
   return p.dbias != nullptr && has_bias_tiles(p) && !owns_bias(p) && p.bias_mask.bias_is_fp32 &&
          !p.deterministic && p.seq_k % 4 == 0;
 }
 
-// dbias leaves by tiles.
+// Whether dbias is written by tiles.
 inline bool stores_bias(const FlashsciBackwardParams& p) {
   return p.dbias != nullptr && has_bias_tiles(p) && (owns_bias(p) || adds_bias(p));
 }
@@ -94,7 +96,7 @@ cudaError_t sum_bias(const FlashsciBackwardParams& p, int64_t used, cudaStream_t
   return static_cast<cudaError_t>(Op::bias_gradient(&bias, stream));
 }
 
-// Tiles that the window hides are not visited, and others may be added to what is there.
+// Clears dbias if tiles are added to it, or if the window hides tiles, which are not visited then.
 inline cudaError_t clear_bias(const FlashsciBackwardParams& p, cudaStream_t stream) {
   if (p.window_left < 0 && p.window_right < 0 && !adds_bias(p)) return cudaSuccess;
   const auto own = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
@@ -104,7 +106,7 @@ inline cudaError_t clear_bias(const FlashsciBackwardParams& p, cudaStream_t stre
   return clear_memory(p.dbias, rows * p.seq_k * (p.bias_mask.bias_is_fp32 ? 4 : 2), stream);
 }
 
-// element: of q.
+// element: bytes of an element of q.
 template <class C>
 cudaError_t encode_bias_mask(BackwardArgs& a, MapElement element) {
   const FlashsciBackwardParams& p = a.p;
@@ -130,7 +132,8 @@ cudaError_t encode_bias_mask(BackwardArgs& a, MapElement element) {
   return error;
 }
 
-// The copying warp, one thread: the bias of block after block, and dS of those that are done.
+// The copying warp, one thread: brings the bias of block after block, and stores dS of completed
+// blocks.
 template <class C>
 __device__ __forceinline__ void move_bias_mask(BackwardStorage<C>& shared, const BackwardArgs& a,
                                                const KeyTile& tile) {
@@ -153,7 +156,7 @@ __device__ __forceinline__ void move_bias_mask(BackwardStorage<C>& shared, const
     });
   };
   for (int iter = 0; iter < min(iters, C::kDsStages); ++iter) load(iter);
-  ptx::wait_for_prerequisites();  // dbias may have been cleared
+  ptx::wait_for_prerequisites();  // the previous kernel may clear dbias
 #pragma unroll 1
   for (int iter = 0; iter < iters; ++iter) {
     sleep_for(shared.ds_done[iter % C::kDsStages], iter / C::kDsStages);
@@ -170,7 +173,7 @@ __device__ __forceinline__ void move_bias_mask(BackwardStorage<C>& shared, const
   ptx::bulk_wait<0>();
 }
 
-// Where a head's pair of this lane's key (in the tile) and any query is, in elements.
+// The offset of a head's pair of this lane's key (in the tile) and any query, in elements.
 __device__ __forceinline__ int64_t offset_of_key(const FlashsciScoreStrides& s,
                                                  const BackwardArgs& a, const KeyTile& tile,
                                                  int head, int key) {
@@ -179,15 +182,16 @@ __device__ __forceinline__ int64_t offset_of_key(const FlashsciScoreStrides& s,
          min(tile.row + key, tile.seq_k - 1) * s.column;
 }
 
-// P^T, with what is added to S^T; of accumulator elements as in mainloop.cuh. lse: of the
-// lane's first query in shared memory; bias: of consumer w there; apart: the buffers of the block.
+// P^T from S^T and the terms added to it; accumulator elements as in mainloop.cuh. lse: of the
+// lane's first query in shared memory; bias: of consumer w there; apart: the separate buffers of
+// the block.
 template <class Op, class C, int kCount>
 __device__ __forceinline__ void exponentiate_bias_mask(float (&p)[kCount], const float (&s)[kCount],
                                                        const BackwardArgs& a, const KeyTile& tile,
                                                        uint32_t lse, uint32_t bias, int w,
                                                        int iter) {
   const FlashsciBiasMask& bias_mask = a.p.bias_mask;
-  // Anew each time: registers are scarcer than integer instructions.
+  // Recomputed each time: registers are scarcer than integer instructions.
   const auto offset = [&](const FlashsciScoreStrides& s, int half) {
     const int thread = opaque(threadIdx.x);
     return offset_of_key(s, a, tile, iter / (tile.end - tile.begin),

@@ -1,15 +1,15 @@
-// An fp32 bias, or a mask, by pairs in the sm90 backward: tiles in buffers of their own.
+// An fp32 bias, or a mask, by pairs in the sm90 backward: tiles in separate buffers.
 //
 // Maths     As in bias_aliased.cuh; dbias in fp32.
-// Roles     Warp 3 of the copying warpgroup brings a block's bias and mask; the consumers read them
-//           element by element and leave dS where the bias was, each lane where it read. The warp
-//           sends it away: into dbias, or added to a dbias that batches or heads share.
+// Roles     Warp 3 of the copying warpgroup brings a block's bias and mask. The consumers read them
+//           element by element; each lane stores dS over the bias elements that it read. The warp
+//           then copies dS into dbias, or adds it to a dbias that batches or heads share.
 // Shared    Bias: boxes of 32 keys and all queries, 128-byte swizzle. Mask: boxes of 64 keys, by
 //           64-byte swizzle. Both without bank conflicts for the layout of S^T.
-// Pipeline  Two stages at D 64, one at D 128: there the bias of a block comes when dS of the one
-//           before has been read by the copy engine.
-// Limits    Both at once: D 64. Keys side by side, other strides multiples of 16 bytes.
-//           Deterministic: a shared bias is summed by sm80's kernel.
+// Pipeline  Two stages at D 64, one at D 128: there the bias of a block is loaded once the copy
+//           engine has read dS of the previous block.
+// Limits    Bias and mask together: D 64 only. Keys contiguous, other strides multiples of 16
+//           bytes. Deterministic: sm80's kernel sums a shared bias.
 #pragma once
 #include <cstdint>
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ void move_staged_bias_mask(BackwardStorage<C>& shared
     }
   };
   for (int iter = 0; iter < min(iters, C::kBiasMaskStages); ++iter) load(iter);
-  ptx::wait_for_prerequisites();  // dbias may have been cleared
+  ptx::wait_for_prerequisites();  // the previous kernel may clear dbias
 #pragma unroll 1
   for (int iter = 0; iter < iters; ++iter) {
     const int stage = iter % C::kBiasMaskStages;
@@ -84,8 +84,8 @@ __device__ __forceinline__ void move_staged_bias_mask(BackwardStorage<C>& shared
   ptx::bulk_wait<0>();
 }
 
-// Where a lane's elements (mainloop.cuh) are in a block's bias. Rows are 128 bytes, their
-// 16-byte pieces swapped by the row: the next query is in the next row, 8 keys on are 2 pieces on.
+// The place of a lane's elements (mainloop.cuh) in a block's bias. Rows are 128 bytes, their
+// 16-byte pieces permuted by the row: the next query is in the next row, 8 keys on are 2 pieces on.
 template <class C>
 struct StagedBias {
   uint32_t first;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void exponentiate_staged(float (&p)[kCount], const fl
   }
 }
 
-// dS^T, if it is wanted, where this lane has read the bias.
+// Stores dS^T, if it is wanted, where this lane has read the bias.
 template <class C, int kCount>
 __device__ __forceinline__ void leave_staged(const float (&ds)[kCount], const BackwardArgs& a,
                                              const StagedBias<C>& bias) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void leave_staged(const float (&ds)[kCount], const Ba
   for (int e = 0; e < kCount; ++e) ptx::st_shared(bias[e], __float_as_uint(ds[e]));
 }
 
-// What the mask hides becomes zero.
+// Hidden elements become zero.
 template <class C, int kCount>
 __device__ __forceinline__ void hide_staged(float (&p)[kCount], uint32_t buffers, int w) {
   const int thread = opaque(threadIdx.x), pair = thread % 4, warp = thread / 32 % 4;

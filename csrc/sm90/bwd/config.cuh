@@ -1,5 +1,5 @@
-// What the roles of the sm90 backward share: tile shapes, shared memory, arguments, who works on
-// what.
+// The common part of the roles of the sm90 backward: tile shapes, shared memory, arguments, and the
+// division of the work.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -20,12 +20,12 @@ namespace flashsci::sm90::bwd {
 template <int kCount>
 using Columns = std::integral_constant<int, kCount>;
 
-// Bias and mask: none; a bias in q's dtype where dS will be (bias_aliased.cuh); an fp32 bias or a
-// mask by pairs in buffers of their own (bias_staged.cuh).
+// Bias and mask: none; a bias in q's dtype in the place of dS (bias_aliased.cuh); an fp32 bias or a
+// mask by pairs in separate buffers (bias_staged.cuh).
 enum class BiasMaskTiles { kNone, kAliased, kStaged };
 
 // kHeadDim: columns of q and k; kHeadDimV: of v. kManyTiles: a CTA takes tiles of keys one after
-// the other, else one.
+// the other; otherwise it has one.
 template <int kHeadDim_, int kHeadDimV_, int kBlockQ_,
           BiasMaskTiles kBiasMaskTiles = BiasMaskTiles::kNone, bool kManyTiles_ = false>
 struct BackwardTiling {
@@ -44,19 +44,19 @@ struct BackwardTiling {
   // The consumers share dQ: 64 rows each, or half of the columns in shared memory.
   static constexpr bool kSplitRows = kBlockQ == 128;
   static constexpr int kDqColumns = kSplitRows ? kHeadDim : kBoxes * 32;
-  static constexpr int kDqFloats = 64 * kDqColumns;  // of one consumer
+  static constexpr int kDqFloats = 64 * kDqColumns;  // per consumer
   static constexpr int kDqStages = 1, kDsStages = kHasBiasMask && !kBiasStaged ? 3 : 2;
   static constexpr int kBiasMaskStages = kBiasStaged && !kNarrow ? 1 : kDsStages;
-  // Beside the fp32 bias of a block there is room for its mask only where heads are narrow.
+  // Shared memory holds the mask in addition to the fp32 bias of a block only for narrow heads.
   static constexpr int kBiasBytes = kBlockQ * kBlockK * 4, kMaskBytes = kBlockQ * kBlockK;
   static constexpr bool kMaskBeside = kNarrow;
   static constexpr int kMaskAt = kMaskBeside ? kBiasBytes : 0;
   static constexpr int kStagedBytes = kBiasBytes + (kMaskBeside ? kMaskBytes : 0);
-  using QBox = Box<kBlockQ>;  // of Q and dO
+  using QBox = Box<kBlockQ>;  // Q and dO
   using KBox = Box<kBlockK>;
-  using StoreBox = Box<64>;                   // of dK and dV
-  using BiasBox = Box<kBlockQ>;               // in place, and dbias there
-  using StagedBiasBox = Box<kBlockQ, 32, 4>;  // the bias apart, and dbias
+  using StoreBox = Box<64>;                   // dK and dV
+  using BiasBox = Box<kBlockQ>;               // aliased bias, and its dbias
+  using StagedBiasBox = Box<kBlockQ, 32, 4>;  // staged bias, and its dbias
   using MaskBox = Box<kBlockQ, 64, 1>;
   static_assert(kDsBytes == kConsumers * BiasBox::kBytes &&
                     kBiasBytes == kBlockK / StagedBiasBox::kColumns * StagedBiasBox::kBytes &&
@@ -68,20 +68,20 @@ struct BackwardTiling {
   static_assert(kBlockQ == 64 || (kBlockQ == 128 && kNarrow));
   static_assert(!kHasBiasMask || !kManyTiles, "the warp that moves pairs has one tile");
 
-  // Those of consumer w that are not beyond kHeadDim: the first ones.
+  // The columns of consumer w within kHeadDim: the first ones.
   static constexpr __host__ __device__ int dq_columns(int w) {
     return kDqColumns - w * (kSplitRows ? 0 : 2 * kDqColumns - kHeadDim);
   }
 };
 
-// 128 keys of one head and the queries that see them.
+// A tile: 128 keys of one head and the queries that see them.
 struct KeyTile {
-  int row;             // the first key in its sequence; < 0: nothing to do, or the end
+  int row;             // the first key in its sequence; < 0: no work, or the end
   int first_k, seq_k;  // rows of the sequence (dense: 0 and the parameter)
   int first_q, seq_q;
   int first_tile;            // of the sequence among the query tiles of a head
   int begin, end;            // query tiles of the sequence that see some of the keys
-  int head, batch1, batch0;  // of keys
+  int head, batch1, batch0;  // head: of keys
   uint32_t batch;            // batch0 * B1 + batch1
 };
 
@@ -93,11 +93,12 @@ struct BiasMaskBuffers {
 template <int kBytes>
 struct BiasMaskBuffers<0, kBytes> {};
 
-// Of a CTA that takes many tiles, of which the loader is one ahead of those who compute and write.
+// For a CTA that takes many tiles: the loader is one tile ahead of the computing and the writing
+// warps.
 template <int kStages>
 struct TileQueue {
-  uint32_t tiles, blocks;  // that the loader has done
-  int block[kStages];      // of the tile's queries, and flags: `block_and_flags`
+  uint32_t tiles, blocks;  // finished by the loader
+  int block[kStages];      // the tile's block of queries, and flags: `block_and_flags`
   uint64_t tile_full[2], tile_empty[2], kv_empty;
 };
 template <>
@@ -110,8 +111,8 @@ struct BackwardStorage : BiasMaskBuffers<C::kBiasStaged ? C::kBiasMaskStages : 0
   unsigned char q[C::kStages][C::kQBytes];        // [stage][box][kBlockQ rows][64]
   unsigned char dout[C::kStages][C::kDoutBytes];  // the same
   unsigned char ds[C::kDsStages][C::kDsBytes];    // [stage][consumer's 64 keys][kBlockQ rows][64]
-  float dq[C::kDqStages][C::kConsumers][C::kDqFloats];  // in the order of registers
-  float lse[C::kStages][C::kBlockQ];                    // of rows, in powers of two
+  float dq[C::kDqStages][C::kConsumers][C::kDqFloats];  // in register order
+  float lse[C::kStages][C::kBlockQ];                    // per row, in powers of two
   float delta[C::kStages][C::kBlockQ];                  // negative
   TileQueue<C::kManyTiles ? C::kStages : 0> queue;
   KeyTile tile[C::kManyTiles ? 2 : 1];
@@ -120,9 +121,9 @@ struct BackwardStorage : BiasMaskBuffers<C::kBiasStaged ? C::kBiasMaskStages : 0
   uint64_t dout_full[C::kStages], dout_empty[C::kStages];  // dO and delta
   uint64_t ds_full;
   uint64_t dq_full[C::kDqStages][C::kConsumers], dq_empty[C::kDqStages][C::kConsumers];
-  uint64_t bias_full[C::kDsStages];  // the bias, where dS will be; apart: or the mask
-  uint64_t ds_done[C::kDsStages];    // dS is there, and that of the block before has been read;
-                                     // apart: dS is where the bias was, the mask has been read
+  uint64_t bias_full[C::kDsStages];  // aliased: the bias; staged: the bias or the mask
+  uint64_t ds_done[C::kDsStages];    // dS is stored, and that of the previous block has been read;
+                                     // staged: dS has replaced the bias, and the mask has been read
 };
 
 struct alignas(128) BackwardArgs {
@@ -133,33 +134,33 @@ struct alignas(128) BackwardArgs {
   CUtensorMap k_cut, k_row, v_cut, v_row;
   FlashsciBackwardParams p;
   float* dq;     // [head][query tile][consumer][its columns]: `dq_of`
-  float* lse;    // [head][query tile][kBlockQ], in powers of two; 3.4e38 where a row sees no key
+  float* lse;    // [head][query tile][kBlockQ], in powers of two; 3.4e38 for a row that sees no key
   float* delta;  // [head][query tile][kBlockQ], negative
-  int* dq_semaphores;  // [head][query tile][kCounters]: key tiles that have been added; or NULL:
-                       // any order
-  bool descending;     // the last key tile first, as the diagonal brings them
-  uint32_t q_tiles, k_tiles;     // of a head; packed: slots
-  uint32_t group;                // key heads, at least, whose tiles are mixed, the longest first
-  uint32_t key_heads;            // B0 * B1 * Hk
-  int dout_row_offset;           // 0, or beyond the tensor: dO counts as zero
-  float exp_scale;               // P = exp2(exp_scale s - lse)
+  int* dq_semaphores;         // [head][query tile][kCounters]: number of key tiles added; or NULL:
+                              // any order
+  bool descending;            // the last key tile first, for causal windows
+  uint32_t q_tiles, k_tiles;  // of a head; packed: slots
+  uint32_t group;       // smallest number of key heads whose tiles are mixed, the longest first
+  uint32_t key_heads;   // B0 * B1 * Hk
+  int dout_row_offset;  // 0, or beyond the tensor: dO is then zero
+  float exp_scale;      // P = exp2(exp_scale s - lse)
   float cap_inner, cap_outer;    // softcap: s = cap_outer tanh(cap_inner q.k), in powers of two
   CUtensorMap bias, dbias;       // boxes of kBlockQ rows and 64 keys
-  bool bias_tiles, stores_bias;  // the bias comes by tiles; dbias leaves by tiles
-  int* ascending;        // packed, in turns: whether offsets ascend; if not, turns would never come
-  uint32_t* handed_out;  // many tiles: how many have been taken, `known` to begin with
-  uint32_t known;        // CTAs whose first tile is that of their index: all; in turns none
-  bool mask_tiles, adds_bias;  // apart: the mask comes by tiles; tiles are added to dbias
+  bool bias_tiles, stores_bias;  // the bias is read by tiles; dbias is written by tiles
+  int* ascending;  // packed, in turns: whether offsets ascend; if not, some turn would never come
+  uint32_t* handed_out;        // many tiles: number of tiles taken, initially `known`
+  uint32_t known;              // CTAs whose first tile has their own index: all; in turns none
+  bool mask_tiles, adds_bias;  // staged: the mask is read by tiles; tiles are added to dbias
   CUtensorMap mask;
 };
 
-// Whether the lse of some row of a query tile is large (kLargeExponent), its first rows say in
-// their last bit: an ulp of theirs, and no memory or load of its own.
-inline constexpr int kFlaggedRows = 8;  // a lane's first elements are in one of them
+// A flag that the lse of some row of a query tile is large (kLargeExponent): the last bit of the
+// lse of its first rows. It changes them by an ulp and needs no memory or load of its own.
+inline constexpr int kFlaggedRows = 8;  // each lane's first elements include one of them
 __device__ __forceinline__ float flagged(float lse, bool large) {
   return __uint_as_float((__float_as_uint(lse) & ~1u) | large);
 }
-// lse: of this lane's first row, in shared memory. The same in all lanes of a warp.
+// lse: of this lane's first row, in shared memory. The result is the same in all lanes of a warp.
 __device__ __forceinline__ bool flag_of(uint32_t lse) {
   return __any_sync(0xffffffffu, ptx::ld_shared(lse) & 1u);
 }
@@ -172,7 +173,7 @@ __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int
 template <class C, bool kVarlen>
 __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t item) {
   const FlashsciBackwardParams& p = a.p;
-  // At least `group` heads at a time, as equal in number as possible: a small last group would
+  // At least `group` heads at a time, in groups of nearly equal size: a small last group would
   // begin its longest tiles when the others end.
   const uint32_t groups = max(a.key_heads / a.group, 1u);
   uint32_t size = a.key_heads / groups, first_head = 0;
@@ -214,8 +215,8 @@ __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t
   return tile;
 }
 
-// A block of queries; in bit 27 whether it is the first of the tile, in bit 28 the last, in bit 29
-// + w whether consumer w has pairs to hide there.
+// A block of queries, with flags: bit 27, it is the first of the tile; bit 28, it is the last; bit
+// 29 + w, consumer w has pairs to hide in it.
 template <class C>
 __device__ __forceinline__ int block_and_flags(const BackwardArgs& a, const KeyTile& tile,
                                                int block, bool first, bool last) {
@@ -232,33 +233,33 @@ __device__ __forceinline__ int block_and_flags(const BackwardArgs& a, const KeyT
   return result;
 }
 
-// Where the statistics of a query tile are, in tiles.
+// The index of the statistics of a query tile, in tiles.
 __device__ __forceinline__ int64_t statistics_tile(const BackwardArgs& a, const KeyTile& tile,
                                                    int head_q, int block) {
   return static_cast<int64_t>(tile.batch * a.p.heads_q + head_q) * a.q_tiles + tile.first_tile +
          block;
 }
 
-// Whether consumer w has columns of dQ within the head dim; the others are never read.
+// Whether consumer w has columns of dQ within the head dim; columns beyond are never read.
 template <class C>
 __device__ __forceinline__ bool wants_dq(const BackwardArgs& a, int w) {
   return a.p.dq != nullptr && (C::kSplitRows || w * C::kDqColumns < a.p.head_dim);
 }
 
-// Where that is; part: kConsumers times the query tile and w.
+// The address of dQ of consumer w; part: kConsumers times the query tile.
 template <class C>
 __device__ __forceinline__ float* dq_of(const BackwardArgs& a, uint32_t part, int w) {
   constexpr uint32_t kMean = C::kBlockQ * C::kHeadDim / C::kConsumers;
   return a.dq + uint64_t{part} * kMean + w * (C::kDqFloats - kMean);
 }
 
-// Whether turns come, after the first kernel.
+// Whether turns will come; valid after the first kernel.
 template <bool kVarlen>
 __device__ __forceinline__ bool semaphores_come(const BackwardArgs& a) {
   return !kVarlen || a.dq_semaphores == nullptr || ptx::load_acquire(a.ascending) != 0;
 }
 
-// How many key tiles add to a query tile before this one.
+// The number of key tiles that add to a query tile before this one.
 template <class C>
 __device__ __forceinline__ int semaphore_value(const BackwardArgs& a, const KeyTile& tile,
                                                int block) {

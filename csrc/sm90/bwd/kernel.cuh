@@ -4,18 +4,18 @@
 //           o_i do_i - dlse_i; dv_j = sum_i p_ij do_i, dk_j = scale sum_i ds_ij q_i, dq_i = scale
 //           sum_j ds_ij k_j. Softcap: ds times its slope.
 // Roles     A tile is 128 keys of one head, with all query heads that share it. A CTA on every SM
-//           takes tile after tile until none is left, or (a bias, long sequences of wide heads)
-//           each CTA has one. Warpgroup 0 copies (load.cuh): warp 0 takes and loads,
+//           takes tile after tile until none is left, or (with a bias, or long sequences of wide
+//           heads) each CTA has one. Warpgroup 0 copies (load.cuh): warp 0 takes tiles and loads,
 //           warps 1 and 2 add dQ to global memory. Warpgroups 1 and 2 own 64 keys each
 //           (mainloop.cuh). Kernels before and after it: preprocess.cuh, postprocess.cuh. Head dims
 //           beyond 128: config_d256.cuh.
 // Shared    K, V; Q, dO, lse, delta [2 stages] and dS [2 stages] in 128-byte swizzled boxes; dQ of
-//           each consumer in fp32: `BackwardStorage` (config.cuh). With tile after tile
-//           dV and dK leave through dS and dQ, while K and V of the next one come.
-// Pipeline  Of a consumer: S^T and dP^T into registers, P^T and dS^T from there into dV and dK; dS
-//           through shared memory to both consumers for dQ, of which each computes half, a block
-//           late: they wait little for each other, and one's exponentials meet the other's
-//           products.
+//           each consumer in fp32: `BackwardStorage` (config.cuh). In CTAs with many tiles dV and
+//           dK leave through dS and dQ, while K and V of the next tile arrive.
+// Pipeline  In a consumer: S^T and dP^T into registers, P^T and dS^T from there into dV and dK. dS
+//           goes through shared memory to both consumers for dQ; each computes half of dQ, a block
+//           late. So consumers wait little for each other, and the exponentials of one overlap the
+//           products of the other.
 // Limits    docs/develop/kernels/sm90_backward.md.
 #pragma once
 #include <cuda_runtime.h>
@@ -39,8 +39,8 @@ template <class Op, class C, bool kVarlen, bool kSoftcap>
 __global__ void __launch_bounds__(C::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardArgs a) {
   extern __shared__ unsigned char shared_memory[];
-  // Aligned by hand, but with pairs, where every byte counts: they rely on the system, which puts
-  // dynamic shared memory at 1024 where a kernel has no other.
+  // Aligned by hand, except with pairs, where every byte counts: those rely on the system, which
+  // aligns dynamic shared memory to 1024 in kernels without static shared memory.
   const uint32_t skipped = C::kHasBiasMask ? 0 : -ptx::shared_address(shared_memory) & 1023u;
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory + skipped);
   poison_block(&shared, sizeof(shared));
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if constexpr (!C::kManyTiles) {
     const KeyTile tile = find_key_tile<C, kVarlen>(a, blockIdx.x);
     if (tile.row < 0) {
-      ptx::wait_for_prerequisites();  // or the kernel after this one would not wait for the first
+      ptx::wait_for_prerequisites();  // or the next kernel would not wait for the first
       return;
     }
     if (threadIdx.x == 0) shared.tile[0] = tile;

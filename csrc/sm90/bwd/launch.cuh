@@ -1,4 +1,5 @@
-// The host side of the sm90 backward: tile shapes, tensor maps, workspace, which kernels.
+// The host side of the sm90 backward: tile shapes, tensor maps, workspace, and the choice of
+// kernels.
 #pragma once
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -20,7 +21,7 @@
 
 namespace flashsci::sm90::bwd {
 
-// Bytes of a workspace part, so that the next begins aligned.
+// Bytes of a workspace part, padded so that the next part is aligned.
 inline int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 template <class C>
@@ -36,8 +37,8 @@ int64_t workspace_of(const FlashsciBackwardParams& p) {
          (p.deterministic ? tiles * C::kCounters * 4 : 0) + 8;
 }
 
-// One tile of keys for a CTA, where that many queries see it on average that what tile after tile
-// hides, how one begins and ends, is less than what it costs: docs/develop/kernels/sm90_backward.md.
+// Whether a CTA takes one tile of keys: with this many queries per tile on average, hiding the
+// beginning and end of tiles gains less than it costs: docs/develop/kernels/sm90_backward.md.
 inline bool prefers_one_tile(const FlashsciBackwardParams& p) {
   int64_t rows = p.seq_q;
   if (p.window_left >= 0 && p.window_right >= 0)
@@ -78,7 +79,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   a.handed_out = reinterpret_cast<uint32_t*>(after);
   a.ascending = after + 1;
   a.dq_semaphores = p.deterministic ? after + 2 : nullptr;
-  // In turns the shortest causal tiles go first: each finds its turn come where it begins.
+  // In turns the shortest causal tiles go first: the turn of each has come when it begins.
   a.descending = a.dq_semaphores != nullptr && causal;
   a.dout_row_offset = p.dout == nullptr ? p.seq_q : 0;
   a.exp_scale = p.scale * kLog2e;
@@ -127,7 +128,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   }
   if (error != cudaSuccess) return error;
 
-  // The same kernels before and after it, whatever its tiles.
+  // The kernels before and after it do not depend on its tiles.
   using Rows =
       std::conditional_t<C::kD256, C, BackwardTiling<C::kHeadDim, C::kHeadDimV, C::kBlockQ>>;
   constexpr auto kernel = backward_kernel<Op, C, kVarlen, kSoftcap>;
@@ -147,7 +148,8 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
                                                                        stream, a);
 }
 
-// The tile shapes, by padded head dims of q and k, and of v; why: docs/develop/kernels/sm90_backward.md.
+// The tile shapes, by padded head dims of q and k, and of v; reasons:
+// docs/develop/kernels/sm90_backward.md.
 constexpr int rows_of_block(int head_dim, int head_dim_v) {
   return head_dim == 64 && head_dim_v == 64 ? 128 : 64;
 }
@@ -164,7 +166,7 @@ using AliasedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, rows_of_block(kHeadD
 template <int kHeadDim, int kHeadDimV>
 using StagedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, 64, BiasMaskTiles::kStaged>;
 
-// work(head dim, head dim of v), padded, as constants.
+// Calls work(head dim, head dim of v), padded, as constants.
 template <class Work>
 auto with_head_dims(const FlashsciBackwardParams& p, const Work& work) {
 #if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
@@ -243,11 +245,11 @@ template <class Op>
 int64_t backward_workspace(const FlashsciBackwardParams& p) {
   const int64_t own = with_head_dims(
       p, [&](auto dim, auto dim_v) { return padded_workspace<Op, dim.value, dim_v.value>(p); });
-  // What the triangle backward leaves to these kernels depends on addresses, too.
+  // The triangle backward refuses some calls by their addresses, which are unknown here.
   return triangle_bwd::takes(p) ? std::max(own, triangle_bwd::workspace(p)) : own;
 }
 
-// cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
+// cudaErrorNotSupported: another kernel must serve this call; nothing was launched.
 template <class Op>
 cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream) {
   const cudaError_t triangle = triangle_bwd::launch<Op>(p, stream);
@@ -260,7 +262,7 @@ cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream
   };
   if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
       p.seq_q == 0 || p.seq_k == 0 || !takes_bias_mask(p) ||
-      p.softcap * kLog2e > kLargeExponent ||  // P of such scores is not limited with a softcap
+      p.softcap * kLog2e > kLargeExponent ||  // with a softcap P is not limited for such scores
       !aligned(p.out, p.out_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dout, p.dout_strides, p.heads_q, p.seq_q) ||
       !aligned(p.dq, p.dq_strides, p.heads_q, p.seq_q) ||

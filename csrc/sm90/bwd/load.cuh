@@ -1,5 +1,5 @@
-// The copying warps of the sm90 backward: one brings K, V and the stream of Q and dO, one for each
-// consumer adds its dQ to global memory.
+// The copying warps of the sm90 backward: one brings K, V and the stream of Q and dO; for each
+// consumer one adds its dQ to global memory.
 #pragma once
 #include <cstdint>
 
@@ -14,8 +14,8 @@
 
 namespace flashsci::sm90::bwd {
 
-// Fills a stage: rows from `row` of a sequence that begins at `first` and has `length` rows; zeros
-// beyond it: in the products its neighbours' NaN would survive a factor of 0.
+// Fills a stage: rows from `row` of a sequence that begins at `first` and has `length` rows, and
+// zeros beyond it: in the products a neighbour's NaN would survive a factor of 0.
 template <class B, bool kVarlen, int kSize>
 __device__ __forceinline__ void load_rows(const unsigned char (&stage)[kSize],
                                           const CUtensorMap& map, const CUtensorMap& map_cut,
@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_rows(const unsigned char (&stage)[kSize],
     for (int box = 0; box < kBoxes; ++box)
       ptx::tma_load_5d(shared + box * kRows * 128, &map_cut, barrier, box * 64, kRows - rows,
                        start + rows - kRows, head, 0);
-  } else {  // a short first sequence: row by row, those beyond from outside the tensor
+  } else {  // a short first sequence: row by row; rows beyond it come from outside the tensor
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i)
 #pragma unroll 1
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_rows(const unsigned char (&stage)[kSize],
   }
 }
 
-// K, V and the stream of Q and dO of a tile, the count-th of this CTA.
+// Loads K, V and the stream of Q and dO of a tile, the count-th of this CTA.
 template <class C, bool kVarlen>
 __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
                                           const KeyTile& tile, uint32_t count) {
@@ -101,7 +101,8 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
                                          batch0);
   };
   const bool some = tile.begin < tile.end;
-  // The first K and V do not wait for the kernel before; others wait for their place longer than Q.
+  // The first K and V do not wait for the previous kernel; later ones wait longer for a free stage
+  // than Q does.
   const bool late = C::kManyTiles && !kVarlen && count > 0 && some;
   if ((C::kManyTiles || some) && !late) load_kv();
   ptx::wait_for_prerequisites();  // lse and delta
@@ -117,12 +118,13 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
   if constexpr (C::kManyTiles) shared.queue.blocks = iter;
 }
 
-// A warp: takes key tiles one after the other, tells the others, and loads what they need.
+// One warp: takes key tiles one after the other, publishes them, and loads their operands.
 template <class C, bool kVarlen>
 __device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const BackwardArgs& a) {
   auto& queue = shared.queue;
   const uint32_t tiles = opaque(a.key_heads) * a.k_tiles;
-  // The first tile is known, but in turns: then none is taken before those that it waits for are.
+  // The first tile is known, except in turns: there no tile may be taken before the tiles that it
+  // waits for.
   const auto take = [&] {
     ptx::wait_for_prerequisites();
     const uint32_t taken = threadIdx.x == 0 ? atomicAdd(a.handed_out, 1u) : 0;

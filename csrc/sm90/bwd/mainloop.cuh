@@ -1,7 +1,7 @@
 // A consumer warpgroup of the sm90 backward: 64 keys, from S^T to dK and dV, and its part of dQ.
 //
-// `Consumer::run` is the loop over blocks of queries, its steps are named by what they issue. dQ
-// comes a block late: its dS must have been shared by both consumers.
+// `Consumer::run` is the loop over blocks of queries; its steps are named by the products they
+// issue. dQ comes a block late, after both consumers have shared their dS.
 #pragma once
 #include <cstdint>
 
@@ -22,7 +22,7 @@
 
 namespace flashsci::sm90::bwd {
 
-// Hardware barriers; 0 is that of __syncthreads.
+// Hardware barriers; 0 belongs to __syncthreads.
 enum NamedBarrier {
   kConsumer = 1,      // + w: the warps of consumer w
   kAllConsumers = 3,  // both
@@ -50,7 +50,7 @@ __device__ __forceinline__ void hide(float (&x)[kCount], const Window& window, i
   }
 }
 
-// The same of elements packed by two.
+// The same for elements packed in pairs.
 template <int kCount>
 __device__ __forceinline__ void hide(uint32_t (&x)[kCount][4], const Window& window, int key,
                                      int query) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void hide(uint32_t (&x)[kCount][4], const Window& win
   }
 }
 
-// This warpgroup's 64 rows of dK or dV into shared memory: boxes of 64 columns, `pitch` bytes
+// Stores this warpgroup's 64 rows of dK or dV in shared memory: boxes of 64 columns, `pitch` bytes
 // apart.
 template <class Op, int kCount>
 __device__ __forceinline__ void stage_rows(const float (&x)[kCount], float scale, uint32_t target,
@@ -84,7 +84,7 @@ __device__ __forceinline__ void stage_rows(const float (&x)[kCount], float scale
                      Op::pack2(x[j * 8 + 6] * scale, x[j * 8 + 7] * scale));
 }
 
-// From there to global memory, when all four warps have staged theirs; row: of the sequence.
+// Copies them to global memory when all four warps have staged theirs; row: of the sequence.
 template <int kBoxes, bool kVarlen>
 __device__ __forceinline__ void send_rows(uint32_t source, int pitch, const CUtensorMap& map,
                                           void* base, const FlashsciStrides& strides, int columns,
@@ -100,7 +100,7 @@ __device__ __forceinline__ void send_rows(uint32_t source, int pitch, const CUte
                           tile.batch1, tile.batch0);
       ptx::bulk_commit();
     }
-  } else {  // where a packed sequence ends
+  } else {  // at the end of a packed sequence
     auto* out = static_cast<uint16_t*>(base) + tile.head * strides.head +
                 (tile.first_k + row) * strides.row;
 #pragma unroll 1
@@ -126,8 +126,8 @@ __device__ __forceinline__ void issue_sum(float (&x)[kCount], const uint32_t (&b
   ptx::wgmma_commit();
 }
 
-// The blocks of queries that a consumer goes through, and where it has pairs to hide. Of one tile:
-// counted here, for [full_begin, full_end) see all of its 64 keys.
+// The blocks of queries of a consumer, and those where it has pairs to hide. With one tile they are
+// counted here: [full_begin, full_end) see all of its 64 keys.
 template <class C>
 struct Blocks {
   int begin, end, iters, full_begin, full_end, block;
@@ -153,7 +153,7 @@ struct Blocks {
     if (++block == end) block = begin;
   }
 };
-// Of many: as the loader says, `block_and_flags`.
+// With many tiles the loader decides, `block_and_flags`.
 template <class C>
 struct FlaggedBlocks {
   int flags = 0;
@@ -175,7 +175,7 @@ struct Consumer {
   static constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
   static constexpr int kBlockQ = C::kBlockQ, kBlockK = C::kBlockK;
   static constexpr int kStages = C::kStages;
-  // P of 128 queries becomes an operand in two parts, the second when dS of the first has freed
+  // P of 128 queries becomes an operand in two parts, the second after dS of the first has freed
   // registers.
   static constexpr int kParts = kBlockQ == 128 && !kSoftcap ? 2 : 1;
   using Iter = std::conditional_t<C::kManyTiles, uint32_t, int>;
@@ -185,7 +185,7 @@ struct Consumer {
   BackwardStorage<C>& shared;
   const BackwardArgs& a;
   const int w;
-  // In shared memory, as registers are scarce.
+  // In shared memory, since registers are scarce.
   const KeyTile& tile;
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   float (&dk)[kHeadDim / 2], (&dv)[kHeadDimV / 2];
@@ -222,7 +222,7 @@ struct Consumer {
                                         kBlockK * 128, 1024)),
         blocks(a, tile, w) {}
 
-  // Where this lane reads.
+  // The addresses that this lane reads.
   __device__ __forceinline__ uint32_t lse() const { return address(shared.lse) + lane % 4 * 8; }
   __device__ __forceinline__ uint32_t delta() const { return address(shared.delta) + lane % 4 * 8; }
 
@@ -253,14 +253,14 @@ struct Consumer {
     issue_product(s, k_rows, q_rows + iter % kStages * (C::kQBytes / 16), kHeadDim);
   }
 
-  // dP^T, beside it P^T; then all products are done.
+  // Issues dP^T; P^T is computed meanwhile; on return all products are complete.
   __device__ __forceinline__ void exponentiate(float (&s)[kBlockQ / 2], Iter iter) {
     const uint32_t stage = iter % kStages;
     wait_for(shared.dout_full[stage], iter / kStages);
     ptx::wgmma_fence();
     issue_product(dp, v_rows, dout_rows + stage * (C::kDoutBytes / 16), kHeadDimV);
     blocks.read(shared, stage);
-    // Known before S^T is: what the exponentials would wait for here is on the critical path.
+    // Computed before S^T arrives: a wait of the exponentials would be on the critical path.
     const bool large = !kSoftcap && flag_of(lse() + stage * (kBlockQ * 4));
     const bool cut = blocks.cut(w) || large;
     ptx::wgmma_wait<1>();
@@ -304,14 +304,14 @@ struct Consumer {
         hide_outside(prob);
       }
     }
-    if constexpr (kSoftcap) {  // P as operand of dV; for dS it takes the slope
+    if constexpr (kSoftcap) {  // P as operand of dV; for dS it is multiplied by the slope
 #pragma unroll
       for (int e = 0; e < kBlockQ / 2; e += 2) {
         p[e / 8][e / 2 % 4] = Op::pack2(s[e], s[e + 1]);
         prob[e] = s[e] * slope_of(prob[e]);
         prob[e + 1] = s[e + 1] * slope_of(prob[e + 1]);
       }
-      if (cut) {  // now that S needs no registers
+      if (cut) {  // S no longer needs registers
         hide_outside(prob);
         hide_outside(p);
       }
@@ -326,7 +326,7 @@ struct Consumer {
     ptx::wgmma_tie(dp);
   }
 
-  // dV, and dS^T as operand.
+  // Issues dV and makes dS^T an operand.
   __device__ __forceinline__ void issue_dv(Iter iter) {
     const uint32_t stage = iter % kStages;
 #pragma unroll
@@ -352,7 +352,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void share_ds(Iter iter) {
-    // Addresses anew: registers are scarcer than integer instructions.
+    // Addresses are recomputed: registers are scarcer than integer instructions.
     const uint32_t thread = opaque(threadIdx.x), matrix_row = thread % 8;
     const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
                               (matrix_row + thread % 32 / 16 * 8) * 128 +
@@ -411,7 +411,7 @@ struct Consumer {
     release(shared.q_empty[iter % kStages]);
   }
 
-  // All blocks of a tile that has some. iter: blocks that are done before, and after.
+  // All blocks of a tile that has some. iter: number of blocks done, before and after the tile.
   __device__ __forceinline__ void run(uint32_t& iter) {
     Iter i = iter;
     if constexpr (!C::kManyTiles) {
@@ -431,14 +431,16 @@ struct Consumer {
     for (; blocks.more(i); ++i) {
       float dq[C::kDqColumns / 2];
       begin_block(i);
-      // The other consumer has shared dS of the block before, and read what is overwritten now.
+      // The other consumer has shared dS of the previous block, and has read the data that is
+      // overwritten next.
       wait_for(shared.ds_full, i - 1);
       share_ds(i);
       if constexpr (kBlockQ == 128 || kSoftcap) {  // frees the registers of P
         ptx::wgmma_wait<0>();
         ptx::wgmma_tie(dv);
       }
-      // Of many tiles the first block, too, computes dQ, of whatever: a branch would part products.
+      // With many tiles the first block also computes dQ, of old data: a branch would separate the
+      // products.
       issue_dq(dq, i - 1);
       issue_dk(i);
       ptx::wgmma_wait<1>();
@@ -462,7 +464,7 @@ struct Consumer {
   }
 };
 
-// dK and dV, in shared memory at first; iter: blocks that are done.
+// Stages dK and dV in shared memory and stores them; iter: number of blocks done.
 template <class Op, class C, bool kVarlen>
 __device__ __forceinline__ void write_gradients(BackwardStorage<C>& shared, const BackwardArgs& a,
                                                 int w, const KeyTile& tile,
@@ -487,9 +489,8 @@ __device__ __forceinline__ void write_gradients(BackwardStorage<C>& shared, cons
                                   tile, row);
   };
   if constexpr (C::kManyTiles) {
-    // dV goes out through dS, and so does dK if there is room, else through dQ when that has been
-    // copied.
-    // (More than 196 KiB of shared memory cost 8%.)
+    // dV goes out through dS. dK goes there too if there is room, else through dQ once that has
+    // been copied. (More than 196 KiB of shared memory cost 8%.)
     const uint32_t staged_dv = address(shared.ds[0]) + w * (kBlockQ * 128);
     const uint32_t staged_dk = C::kNarrow ? staged_dv + C::kDsBytes : address(shared.dq[0][w]);
     constexpr int kDkPitch = 64 * 128;
@@ -512,7 +513,8 @@ __device__ __forceinline__ void write_gradients(BackwardStorage<C>& shared, cons
   }
 }
 
-// A tile of keys. iter: blocks that are done, and in the upper two bits tiles: a register less.
+// A tile of keys. iter: number of blocks done, and of tiles in the upper two bits, which saves a
+// register.
 template <class Op, class C, bool kVarlen, bool kSoftcap>
 __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
                                              int w, uint32_t& iter) {
@@ -524,10 +526,11 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
   const KeyTile& tile = shared.tile[C::kManyTiles ? iter >> 30 & 1 : 0];
   if constexpr (C::kManyTiles) {
     wait_for(shared.kv_full, iter >> 30);
-    ptx::bulk_wait_read<0>();  // what dK and dV of the tile before go out through is read
+    ptx::bulk_wait_read<0>();  // dK and dV of the previous tile have left their buffers
     ptx::barrier_sync(kConsumer + w, 128);
   }
-  // The same in all lanes, which only redux tells the compiler: wgmma wants uniform control flow.
+  // Equal in all lanes, which the compiler learns only from redux: wgmma needs uniform control
+  // flow.
   if (ptx::redux_max(tile.end - tile.begin) > 0)
     Consumer<Op, C, kVarlen, kSoftcap>(shared, a, w, tile, dk, dv).run(iter);
   else if constexpr (C::kManyTiles) {

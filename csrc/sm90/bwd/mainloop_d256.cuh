@@ -1,13 +1,13 @@
 // The consumer warpgroups of the sm90 backward at head dims above 128.
 //
-// Maths     as in kernel.cuh, of 64 keys and blocks of 64 queries.
-// Roles     Consumer 0 computes S^T, P^T and dV, consumer 1 dP^T, dS^T and dK, and each half of the
-//           columns of dQ.
-// Shared    BackwardStorage<D256BackwardTiling> (config_d256.cuh): P^T goes from consumer 0 to 1 as
-//           it is in registers, dS to both.
+// Maths     As in kernel.cuh, for 64 keys and blocks of 64 queries.
+// Roles     Consumer 0 computes S^T, P^T and dV, consumer 1 dP^T, dS^T and dK; each computes half
+//           of the columns of dQ.
+// Shared    BackwardStorage<D256BackwardTiling> (config_d256.cuh): P^T goes from consumer 0 to 1 in
+//           register order, dS to both.
 // Pipeline  dV and dK take P^T and dS^T from registers. dQ comes in two slices of columns, the
-//           second one block late: the tensor core has it while the exponentials are computed, and
-//           the copy engine has half of a block's time for each.
+//           second one block late: the tensor core computes it during the exponentials, and the
+//           copy engine has half of a block's time for each slice.
 // Limits    docs/develop/kernels/sm90_backward.md.
 #pragma once
 #include <cstdint>
@@ -28,14 +28,14 @@
 
 namespace flashsci::sm90::bwd {
 
-// Consumer w. Accumulator element e of a lane is key 16 warp + lane / 4 + 8 ((e >> 1) & 1) and query
-// 8 (e >> 2) + 2 (lane % 4) + (e & 1) of the block.
+// Consumer w. Accumulator element e of a lane is key 16 warp + lane / 4 + 8 ((e >> 1) & 1) and
+// query 8 (e >> 2) + 2 (lane % 4) + (e & 1) of the block.
 template <class Op, class C, bool kVarlen, bool kSoftcap, int w>
 struct D256Consumer {
-  static constexpr int kColumns = w == 0 ? C::kHeadDim : C::kHeadDimV;     // of the product of rows
+  static constexpr int kColumns = w == 0 ? C::kHeadDim : C::kHeadDimV;     // inner dim of x
   static constexpr int kSumColumns = w == 0 ? C::kHeadDimV : C::kHeadDim;  // of dV or dK
   static constexpr int kBox = 64 * 128;  // bytes of 64 rows of 64 columns
-  // Slices of dQ: their first columns, and what this consumer has of them.
+  // Slices of dQ: their first columns, and this consumer's part of them.
   static constexpr int kFirst = C::slice_begin(w, 0), kLast = C::slice_begin(w, 1);
   using MmaS = typename Op::template Wgmma<64>;
   using FirstSlice = float[C::slice_columns(w, 0) / 2];
@@ -54,7 +54,7 @@ struct D256Consumer {
   LastSlice dq_last;
   // Descriptors of operands: rows as they are, or transposed.
   uint64_t key_rows, q_rows, dout_rows, q_columns, dout_columns, k_columns, ds_rows;
-  uint32_t ds_store, p_store, dq_store;  // where this lane writes
+  uint32_t ds_store, p_store, dq_store;  // addresses that this lane writes
 
   __device__ __forceinline__ static uint32_t address(const void* x) {
     return ptx::shared_address(x);
@@ -93,7 +93,7 @@ struct D256Consumer {
     }
   }
 
-  // Where this lane reads.
+  // The addresses that this lane reads.
   __device__ __forceinline__ uint32_t lse() const { return address(shared.lse) + lane() % 4 * 8; }
   __device__ __forceinline__ uint32_t delta() const {
     return address(shared.delta) + lane() % 4 * 8;
@@ -104,7 +104,7 @@ struct D256Consumer {
     if (lane() == 0) ptx::mbarrier_arrive(address(&barrier));
   }
   // The consumers wait for each other. (A named barrier that is reached from two places in the
-  // code, as their roles are, is an error to compute-sanitizer's synccheck.)
+  // code, one per role, is an error to compute-sanitizer's synccheck.)
   __device__ __forceinline__ void meet(uint32_t time) {
     release(shared.met);
     wait_for(shared.met, time);
@@ -141,7 +141,7 @@ struct D256Consumer {
     release(shared.dq_full[0][w]);
   }
 
-  // P^T as operand, and, times the slope of softcap, for dS^T.
+  // P^T as operand; for dS^T it is multiplied by the slope of softcap.
   __device__ __forceinline__ void exponentiate(int iter) {
     const uint32_t stage = iter % C::kStages;
     float code[kSoftcap ? 32 : 1];  // of tanh
@@ -201,7 +201,7 @@ struct D256Consumer {
     wait_for(shared.q_full[stage], iter / C::kStages);
     ptx::wgmma_fence();
     issue_product(q_rows + stage * (C::kQBytes / 16));
-    issue_dq(dq_last, iter + 1, kLast);  // of the block before
+    issue_dq(dq_last, iter + 1, kLast);  // of the previous block
     ptx::wgmma_wait<1>();
     ptx::wgmma_tie(x);
     exponentiate(iter);
@@ -219,7 +219,7 @@ struct D256Consumer {
     ptx::wgmma_tie(sum);
     release(shared.dout_empty[dout_stage]);
   }
-  // P^T of consumer 0 and dP^T become dS^T, as operand and, for both, in shared memory.
+  // P^T of consumer 0 and dP^T become dS^T: as operand, and in shared memory for both consumers.
   __device__ __forceinline__ void share_ds(int iter, uint32_t dout_stage) {
     wait_for(shared.p_full, iter);
 #pragma unroll
@@ -254,7 +254,7 @@ struct D256Consumer {
     wait_for(shared.dout_full[dout_stage], iter / C::kDoutStages);
     ptx::wgmma_fence();
     issue_product(dout_rows + dout_stage * (C::kDoutBytes / 16));
-    issue_dq(dq_last, iter + 1, kLast);  // of the block before
+    issue_dq(dq_last, iter + 1, kLast);  // of the previous block
     share_ds(iter, dout_stage);
     wait_for(shared.q_full[stage], iter / C::kStages);
     ptx::wgmma_fence();
@@ -271,7 +271,7 @@ struct D256Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    // What the first block takes for dS of the block before it.
+    // The first block takes this for dS of the block before it.
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       ptx::st_shared(address(shared.ds[1]) + (w * 2 + i) * 2048 + thread_bytes(),
@@ -306,7 +306,8 @@ __device__ __forceinline__ void consume_d256(BackwardStorage<C>& shared, const B
 #pragma unroll
   for (int e = 0; e < Consumer::kSumColumns / 2; ++e) sum[e] = 0.f;
   const KeyTile& tile = shared.tile[0];
-  // The same in all lanes, which only redux tells the compiler: wgmma wants uniform control flow.
+  // Equal in all lanes, which the compiler learns only from redux: wgmma needs uniform control
+  // flow.
   if (ptx::redux_max(tile.end - tile.begin) > 0) Consumer(shared, a, tile, sum).run();
   constexpr int kPitch = C::kBlockK * 128;
   const uint32_t staged = ptx::shared_address(w == 0 ? shared.v : shared.k);

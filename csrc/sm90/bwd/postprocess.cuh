@@ -1,4 +1,4 @@
-// After the main kernel of the sm90 backward, by tiles of query rows: dQ out of its fp32
+// The kernel after the main kernel of the sm90 backward, by tiles of query rows: dQ from its fp32
 // accumulator.
 #pragma once
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What comes before and after the main kernel of the sm90 backward, by tiles of query rows: delta,
-// lse in powers of two and a cleared accumulator; then dQ from the accumulator.
+// The kernel before the main kernel of the sm90 backward, by tiles of query rows: delta, lse in
+// powers of two and a cleared accumulator.
 #pragma once
 #include <cstdint>
 
@@ -10,9 +10,9 @@
 
 namespace flashsci::sm90::bwd {
 
-// Rows of a query tile.
+// The rows of a query tile.
 struct QueryTile {
-  int row, count;  // of the tensor; count <= 0: nothing to do
+  int row, count;  // row: in the tensor; count <= 0: no work
   uint32_t head, batch1, batch0;
   __device__ __forceinline__ int64_t offset(const FlashsciStrides& strides) const {
     return batch0 * strides.batch0 + batch1 * strides.batch1 + head * strides.head +
@@ -43,13 +43,13 @@ __device__ __forceinline__ QueryTile find_query_tile(const BackwardArgs& a, uint
 }
 
 inline constexpr int kRowThreads = 256;
-// That take a row, 16 bytes each: a power of two.
+// Threads that share a row, 16 bytes each: a power of two.
 constexpr __host__ __device__ int row_lanes(int boxes) { return boxes == 3 ? 32 : boxes * 8; }
 
 template <class Op, class C, bool kVarlen>
 __global__ void __launch_bounds__(kRowThreads)
     backward_preprocess_kernel(const __grid_constant__ BackwardArgs a) {
-  __shared__ float sums[C::kBlockQ];  // of a row: out times dout
+  __shared__ float sums[C::kBlockQ];  // per row: out times dout
   static_assert(C::kBlockQ <= kRowThreads);
   ptx::launch_dependents();
   constexpr int kLanes = row_lanes(C::kBoxesV);
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const bool mine = lane * 8 < p.head_dim_v && p.dout != nullptr;
   const int64_t statistics = static_cast<int64_t>(blockIdx.x) * C::kBlockQ;
   const uint32_t part = blockIdx.x * C::kConsumers;
-  // A thread for each row's lse, asked for before out and dout are.
+  // One thread per row loads its lse, before out and dout are loaded.
   const bool row_thread = threadIdx.x < C::kBlockQ;
   const bool row_exists = row_thread && static_cast<int>(threadIdx.x) < tile.count;
   const int64_t batch_head = (tile.batch0 * p.batch1 + tile.batch1) * p.heads_q + tile.head;
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (lane == 0) sums[first + i * kStep] = sum;
   }
-  // lse in powers of two; finite where a row sees no key, or is none.
+  // lse in powers of two; finite for rows that see no key and for rows past the last.
   const bool sees_none = natural_lse == -INFINITY;
   const float lse = sees_none ? 3.4e38f : lse_of_backward(natural_lse);
   const bool large = __syncthreads_or(!sees_none && is_large(lse));

@@ -12,7 +12,7 @@
 
 namespace flashsci::sm90::bwd {
 
-// dQ of consumer w from the blocks of a tile; count: blocks before it.
+// Adds dQ of consumer w for the blocks of a tile; count: number of blocks before it.
 template <class C>
 __device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const BackwardArgs& a,
                                                const KeyTile& tile, int w, bool in_turns,
@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const
           ptx::bulk_wait_read<C::kDqStages - 1>();
         }
       }
-      // The copy before has been read (in turns this one too, which is of no use yet).
+      // The previous copy has been read (in turns also this one, which is not needed yet).
       if (count + 1 >= C::kDqStages)
         ptx::mbarrier_arrive(ptx::shared_address(&shared.dq_empty[(count + 1) % C::kDqStages][w]));
     }
@@ -50,7 +50,7 @@ __device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const
 
 template <class C, bool kVarlen>
 __device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
-  ptx::wait_for_prerequisites();  // the accumulator
+  ptx::wait_for_prerequisites();  // may still clear the accumulator
   const bool in_turns = a.dq_semaphores != nullptr && semaphores_come<kVarlen>(a);
   uint32_t iter = 0;
   if constexpr (C::kManyTiles) {

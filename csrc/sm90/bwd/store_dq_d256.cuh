@@ -12,12 +12,12 @@
 
 namespace flashsci::sm90::bwd {
 
-// dQ of consumer w: of the first block nothing, then its first slice, and with each later block the
-// last slice of the block before and the first of this one; the very last slice ends it.
+// dQ of consumer w: the first slice of the first block; with each later block the last slice of the
+// previous block and the first of this one; finally the last slice of the last block.
 template <class C, bool kVarlen>
 __device__ __forceinline__ void add_dq_d256(BackwardStorage<C>& shared, const BackwardArgs& a,
                                             const KeyTile& tile, int w) {
-  ptx::wait_for_prerequisites();  // the accumulator
+  ptx::wait_for_prerequisites();  // may still clear the accumulator
   const bool come = semaphores_come<kVarlen>(a);
   uint32_t count = 0;
   const auto wait = [&] { sleep_for(shared.dq_full[0][w], count++); };

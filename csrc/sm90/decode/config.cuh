@@ -1,4 +1,5 @@
-// What the decoding kernels share: tile shapes, shared memory, arguments, how the work is cut.
+// The common part of the decoding kernels: tile shapes, shared memory, arguments, and the division
+// of the work.
 #pragma once
 #include <cstdint>
 
@@ -19,8 +20,8 @@ struct DecodeTiling {
   static constexpr int kThreads = 160;
   static constexpr int kQBytes = kDecodeRows * kHeadDim * 2;
   static constexpr int kKVBytes = kBlockK * kHeadDim * 2;
-  // Of a CTA that has one sequence: what DRAM needs to be busy. More lets the SMs that it serves first
-  // take more from the others.
+  // For a CTA that has one sequence: enough loads to keep DRAM busy. With more, the SMs that are
+  // served first would take more from the others.
   static constexpr int kFewStages = 32768 / kKVBytes;
   using KVBox = Box<kBlockK>;
   static_assert(kKVBytes == kColumnBlocks * KVBox::kBytes, "a barrier expects what is loaded");
@@ -35,14 +36,14 @@ struct DecodeStorage {
   uint64_t v_full[C::kStages], v_empty[C::kStages];
 };
 
-// How the work is cut. All sequences have the same blocks.
+// The division of the work. All sequences have the same blocks.
 struct DecodePlan {
   int sequences;            // B0 * B1 * Hk
-  int group, rows;          // heads of Q for one of K; rows = group * seq_q
+  int group, rows;          // query heads per head of K; rows = group * seq_q
   int first_block, blocks;  // of every sequence
   int run;                  // blocks of a CTA
-  int segments;             // at most, of a sequence
-  bool one_sequence;        // has every run
+  int segments;             // largest number per sequence
+  bool one_sequence;        // each run lies in one sequence
   float* partial_out;       // [sequence][segment][row][kHeadDim], normalised
   float* partial_lse;       // [sequence][segment][row], log2
 };
@@ -54,7 +55,7 @@ struct alignas(128) DecodeArgs {
   ScorePlan scores;
 };
 
-// The blocks of a CTA one after another: where in the ring the next one is.
+// The sequence of a CTA's blocks: the next one's stage in the ring.
 struct DecodeTurn {
   uint32_t stage = 0, parity = 0;
   __device__ __forceinline__ void next(uint32_t stages) {
@@ -62,7 +63,7 @@ struct DecodeTurn {
   }
 };
 
-// What a CTA does of one sequence.
+// A CTA's part of one sequence.
 struct DecodeSegment {
   int sequence, first, end;  // blocks
   int index;                 // among the segments of the sequence

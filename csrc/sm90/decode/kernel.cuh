@@ -1,18 +1,18 @@
 // Forward attention for few queries and many keys (decoding), Hopper.
 //
-// Maths     That of fwd/kernel.cuh. All queries of all heads that share a head of K and V (at most 64
-//           rows) are one tile, so that K and V are read once; the keys are split among CTAs, whose
-//           partial results a second kernel combines: o = sum_i w_i o_i / sum_i w_i,
-//           w_i = 2^(lse_i - max lse).
+// Maths     That of fwd/kernel.cuh. All queries of all heads that share a head of K and V (at most
+//           64 rows) are one tile, so that K and V are read once. The keys are split among CTAs,
+//           and a second kernel combines their partial results: o = sum_i w_i o_i / sum_i w_i, w_i
+//           = 2^(lse_i - max lse).
 // Roles     The blocks of keys of all (batch, head of K) in a row are cut into equal runs, one for
-//           each CTA, whatever the lengths: a CTA works on the end of one sequence and the
-//           beginning of the next. Warps 0 - 3 compute (one warpgroup, 64 rows), warp 4 loads.
+//           each CTA, for any lengths: a CTA works on the end of one sequence and the beginning of
+//           the next. Warps 0 - 3 compute (one warpgroup, 64 rows), warp 4 loads.
 // Shared    Q [64 columns][64 rows], a ring of K and V [stage][64 columns][kBlockK rows] in
 //           128-byte swizzled boxes: `DecodeStorage`.
-// Pipeline  The ring runs ahead by kStages blocks of K and V, across sequences too; by fewer where there
-//           are none to cross.
-// Limits    Memory: docs/develop/kernels/sm90_decode.md. The tensor cores multiply rows that do not exist;
-//           they have the time.
+// Pipeline  The ring runs ahead by kStages blocks of K and V, also across sequences; by fewer if a
+//           CTA has one sequence.
+// Limits    Memory: docs/develop/kernels/sm90_decode.md. The tensor cores also multiply padding
+//           rows, for which they have time.
 #pragma once
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -59,7 +59,7 @@ __device__ __forceinline__ void decode_load(DecodeStorage<C>& shared, const Deco
   }
 }
 
-// Q of a sequence into shared memory, zeros where there is none.
+// Copies Q of a sequence into shared memory, with zeros in padding.
 template <class C>
 __device__ __forceinline__ void decode_load_q(DecodeStorage<C>& shared, const DecodeArgs& a,
                                               int sequence) {
@@ -154,8 +154,8 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
   using MmaPV = typename Op::template Wgmma<C::kHeadDim>;
   constexpr int kBlockK = C::kBlockK, kHeadDim = C::kHeadDim;
   const int lane = threadIdx.x % 32;
-  const int row = threadIdx.x / 32 * 16 + lane / 4;                       // this lane's first
-  const bool busy = ptx::redux_max(threadIdx.x / 32 * 16) < a.plan.rows;  // the warp
+  const int row = threadIdx.x / 32 * 16 + lane / 4;                       // this lane's first row
+  const bool busy = ptx::redux_max(threadIdx.x / 32 * 16) < a.plan.rows;  // the warp has rows
   const Window window = window_of(a.p, a.p.seq_q, a.p.seq_k);
   // All queries see the keys [full_begin, full_end).
   const int full_begin = window.begin(a.p.seq_q - 1), full_end = max(window.end(0), 0);
@@ -212,7 +212,7 @@ __device__ __forceinline__ void decode_compute(DecodeStorage<C>& shared, const D
       release(shared.v_empty[stage]);
     }
     decode_store<Op, C>(o, rows, a, segment, row);
-    ptx::barrier_sync(1, 128);  // nobody reads the old Q any more
+    ptx::barrier_sync(1, 128);  // all warps have read the old Q
   }
 }
 
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  ptx::wait_for_prerequisites();  // whatever was before
+  ptx::wait_for_prerequisites();  // the previous kernel in the stream
   ptx::launch_dependents();
   const int begin = blockIdx.x * a.plan.run;
   const int end = min(begin + a.plan.run, a.plan.sequences * a.plan.blocks);

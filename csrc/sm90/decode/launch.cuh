@@ -1,4 +1,4 @@
-// The host side of decoding: how the keys are split among CTAs, workspace, launches.
+// The host side of decoding: the split of the keys among CTAs, workspace, launches.
 #pragma once
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -18,12 +18,12 @@ inline int decode_block(const FlashsciForwardParams& p) {
   return p.head_dim > 128 || p.head_dim_v > 128 ? 64 : 128;
 }
 
-// What it costs a CTA to go from one sequence to the next, and another kernel to put partial results
-// together, in blocks.
+// The cost for a CTA to go from one sequence to the next, and for another kernel to combine partial
+// results, in blocks.
 inline constexpr int kSwitchBlocks = 4;
 
-// Blocks of a CTA, at least `least` of `blocks` of a sequence: as many as end where sequences do, if that
-// pays. That a CTA has one sequence, whole or a part, pays more.
+// Blocks of a CTA, at least `least`, with `blocks` per sequence. Runs that end where sequences end
+// are preferred if that pays. Runs within one sequence, whole or a part, pay more.
 inline int whole_run(int least, int blocks) {
   if (least > blocks) {
     const int whole = (least + blocks - 1) / blocks * blocks;
@@ -59,7 +59,7 @@ inline DecodePlan decode_plan(const FlashsciForwardParams& p) {
   return plan;
 }
 
-// Few queries, and keys enough for a CTA to have a run of them.
+// Whether there are few queries, and enough keys for each CTA to have a run.
 inline bool is_decoding(const FlashsciForwardParams& p) {
   return p.cu_seqlens_q == nullptr && p.bias_mask.bias == nullptr && p.bias_mask.mask == nullptr &&
          int64_t{p.seq_q} * (p.heads_q / p.heads_k) <= kDecodeRows && p.seq_q > 0 &&

@@ -1,5 +1,5 @@
-// What the roles of the sm90 forward on 8-bit floats share: tile shapes, shared memory, arguments,
-// scales.
+// The common part of the roles of the sm90 forward on 8-bit floats: tile shapes, shared memory,
+// arguments, scales.
 #pragma once
 #include <cstdint>
 
@@ -17,24 +17,25 @@ struct Tiling {
   static constexpr int kQStages = 2;
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kTransposers = 2;  // warps that turn tiles of V
+  static constexpr int kTransposers = 2;  // warps that transpose tiles of V
   // Bytes, and columns, of a box's row: the span of its swizzle.
   static constexpr int kSpan = kHeadDim % 128 == 0 ? 128 : 64;
   static constexpr int kSpanV = kHeadDimV % 128 == 0 ? 128 : 64;
-  using QBox = Box<64, kSpan, 1>;  // of one consumer
+  using QBox = Box<64, kSpan, 1>;  // per consumer
   using KBox = Box<kBlockK, kSpan, 1>;
   using VBox = Box<kBlockK, kSpanV, 1>;
-  static constexpr int kQBytes = 64 * kHeadDim;  // of one consumer
+  static constexpr int kQBytes = 64 * kHeadDim;  // per consumer
   static constexpr int kKBytes = kBlockK * kHeadDim, kVBytes = kBlockK * kHeadDimV;
-  // Of V turned: behind its rows one of ones, by which the product has the sums of P, and 7 of zeros.
+  // Transposed V: its rows, then one row of ones, with which the product sums P, and 7 rows of
+  // zeros.
   static constexpr int kTurnedBytes = kVBytes + 8 * kBlockK;
-  // Of the output, in 16 bits: fwd/epilogue.cuh.
+  // Output staging, in 16 bits: fwd/epilogue.cuh.
   using OutBox = Box<16>;
   static constexpr int kBoxesV = kHeadDimV / 64, kStaging = 1;
   // The registers of the launch bounds (168 at 384 threads, 128 at 512, 96 at 640) redistributed.
   static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 232;
-  // Causal calls with fewer keys do not earn the memset of a counter.
+  // Causal calls with fewer keys do not repay the memset of a counter.
   static constexpr int kCountedKeys = 4096;
   static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && (kStages & (kStages - 1)) == 0);
   static_assert(kBlockK == 64 || kBlockK == 128, "the swizzle of a row of the transposed V");
@@ -42,14 +43,14 @@ struct Tiling {
   static_assert(kStages * kTurnedBytes % 1024 == 0, "that of the staging behind them");
 };
 
-// What the scheduler tells the others about a tile.
+// A tile's record, which the scheduler publishes.
 struct TileInfo : fwd::TileInfo {
   int sequence;                // packed: its index
-  int first_block, end_block;  // of keys, at most; of a piece: pieces.cuh
-  int piece_of;                // the index of its tile among those that are cut, or -1
+  int first_block, end_block;  // upper bounds for the keys' blocks; of a piece: pieces.cuh
+  int piece_of;                // index of its tile among those that are cut, or -1
 };
 // A slot is reused when the Q of the tile two before has been released; by then the consumers may
-// still owe the output of the tile before that one.
+// still have the output of the tile before that one to store.
 inline constexpr int kTileSlots = 4;
 
 template <class C>
@@ -63,12 +64,12 @@ struct Storage {
   uint64_t k_full[C::kStages], k_empty[C::kStages];
   uint64_t v_full[C::kStages], v_empty[C::kStages];
   uint64_t turned_full[C::kStages], turned_empty[C::kStages];
-  float2 scales[C::kStages];        // of K and of V; they come and go with K
-  uint64_t tile_ready[kTileSlots];  // published, for those who load; consumers learn it with Q
+  float2 scales[C::kStages];        // of K and of V; stored and released with K
+  uint64_t tile_ready[kTileSlots];  // published, for the loading warps; consumers learn it with Q
   TileInfo tile_info[kTileSlots];
 };
 
-// The tiles behind those of the schedule, cut into a piece for each CTA: pieces.cuh.
+// The tiles after those of the schedule, cut into a piece for each CTA: pieces.cuh.
 struct Pieces {
   uint32_t tiles, blocks;  // blocks of keys of each tile
   uint32_t* arrived;       // [tile][warp of the consumers]
@@ -92,7 +93,7 @@ __device__ __forceinline__ fwd::Blocks<C> blocks_of(const Window& seen, int row,
   return blocks;
 }
 
-// Where the scales of a head's sequence, which begins at first_row, begin; NULL: all are 1.
+// The address of the scales of a head's sequence, which begins at first_row; NULL: all are 1.
 __device__ __forceinline__ const float* first_scale(const FlashsciScales& scales,
                                                     const TileInfo& tile, int head, int first_row) {
   if (scales.data == nullptr) return nullptr;
@@ -101,7 +102,7 @@ __device__ __forceinline__ const float* first_scale(const FlashsciScales& scales
          head * scales.head + tile.sequence * scales.sequence + slot * scales.block;
 }
 
-// The scale of `row` and of those that share its block.
+// The scale of `row` and of the rows in its block.
 __device__ __forceinline__ float scale_of(const FlashsciScales& scales, const float* first,
                                           int row) {
   return first == nullptr ? 1.f : __ldg(first + (row >> scales.shift) * scales.block);

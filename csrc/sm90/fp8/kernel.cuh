@@ -1,21 +1,22 @@
 // Forward attention for Hopper on 8-bit floats: TMA, QGMMA, warp specialisation, sums of two levels.
 //
-// Maths     The forward's (../fwd/kernel.cuh) for q, k, v in e4m3, each with fp32 scales of a tensor,
-//           a head or blocks of rows. P = 256 e^(s - m) is rounded to e4m3; the row sum, and so
-//           lse, is that of P as rounded: a column of P V, for V has a row of ones when turned.
-//           Tensor cores keep 14 bits of a sum of 8-bit products: P V of a block of 64 or 128 keys
-//           goes to registers of its own, and from there, times the scale of its values, to the
-//           output in fp32. q k^T likewise, 128 columns at a time.
+// Maths     The forward's (../fwd/kernel.cuh) for q, k, v in e4m3, each with fp32 scales per
+//           tensor, per head or per block of rows. P = 256 e^(s - m) is rounded to e4m3. The row
+//           sum, and so lse, is that of the rounded P: a column of P V, since transposed V has a
+//           row of ones. Tensor cores keep 14 bits of a sum of 8-bit products: P V of a block of 64
+//           or 128 keys goes to separate registers, and from there, times the scale of its values,
+//           to the output in fp32. q k^T likewise, 128 columns at a time.
 // Roles     Persistent CTAs, one per SM, walk a list of query tiles (../fwd/scheduler.cuh).
 //           Warpgroup 0 loads: its warp 1 plans the tiles and loads Q, warp 0 K and V (load.cuh),
-//           warps 2 and 3 turn V (transpose.cuh). Warpgroups 1 .. kConsumers own 64 query rows each,
-//           from S to the stores (mainloop.cuh).
-// Shared    Q [stage][consumer][columns][64 rows], K and V [stage][columns][kBlockK rows] in boxes as
-//           TMA writes them, V once more [stage][kHeadDimV + 8 rows][kBlockK keys], output
-//           staging of every warp, barriers, published tiles: `Storage` (config.cuh).
-// Pipeline  Of a consumer, right to left: S = Q K^T, softmax, P V, its sum. The others' products run
-//           beside its softmax. Scheduler, producer and turning warps run ahead across tiles.
-//           They take turns at products, so that they are not all at the same step.
+//           warps 2 and 3 transpose V (transpose.cuh). Warpgroups 1 .. kConsumers own 64 query rows
+//           each, from S to the stores (mainloop.cuh).
+// Shared    Q [stage][consumer][columns][64 rows], K and V [stage][columns][kBlockK rows] in TMA
+//           boxes, transposed V [stage][kHeadDimV + 8 rows][kBlockK keys], output staging of every
+//           warp, barriers, published tiles: `Storage` (config.cuh).
+// Pipeline  In a consumer, right to left: S = Q K^T, softmax, P V, its sum. The other consumers'
+//           products run during its softmax. Scheduler, producer and transposing warps run ahead
+//           across tiles. The consumers take turns at products, so that they are not all at the
+//           same step.
 // Limits    Instruction issue, exponentials and power: docs/develop/kernels/sm90_fp8.md.
 #pragma once
 #include <cuda_runtime.h>
@@ -39,7 +40,7 @@ __device__ __forceinline__ void init_barriers(Storage<C>& shared) {
   for (int stage = 0; stage < C::kQStages; ++stage)
     for (int w = 0; w < C::kConsumers; ++w) {
       init(shared.q_full[stage][w], 1);
-      // Who reads what is published with Q takes part in the first.
+      // Warps that read data published with Q take part in the first.
       init(shared.q_empty[stage][w], 4 + (w == 0 ? 1 + C::kTransposers : 0));
     }
   for (int i = 0; i < kTileSlots; ++i) init(shared.tile_ready[i], 1);

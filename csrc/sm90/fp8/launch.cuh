@@ -1,5 +1,5 @@
 // The host side of the sm90 forward on 8-bit floats: tile shapes, tensor maps, the order of the
-// tiles, which kernel.
+// tiles, and the choice of the kernel.
 #pragma once
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -15,11 +15,11 @@
 
 namespace flashsci::sm90::fp8 {
 
-// What to begin and end a piece costs a CTA, in blocks of keys.
+// The cost for a CTA to begin and end a piece, in blocks of keys.
 inline constexpr int64_t kPieceBlocks = 8;
 
-// Which of a call's last tiles are cut into pieces: those that leave CTAs without one, where all rows
-// see all keys, each CTA has a block of them, and that pays.
+// The last tiles of a call that are cut into pieces: those of an incomplete wave, if all rows see
+// all keys, each CTA gets at least one block, and the cut pays.
 template <class C>
 Pieces pieces_of(const FlashsciForwardParams& p, int64_t processors) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * num_tiles(p.seq_q, C::kBlockQ, 0, false);
@@ -32,7 +32,7 @@ Pieces pieces_of(const FlashsciForwardParams& p, int64_t processors) {
   return {static_cast<uint32_t>(rest), static_cast<uint32_t>(blocks)};
 }
 
-// Bytes of the parts of the workspace for that.
+// Bytes of the workspace parts for pieces.
 template <class C>
 struct PieceParts {
   int64_t arrived, sums;
@@ -91,10 +91,11 @@ cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
                                                    a.pieces.tiles != 0 ? processors : 0);
 }
 
-// The tile shapes, by padded head dims of q and k, and of v; why: docs/develop/kernels/sm90_fp8.md. Scales of
-// blocks of 64 keys, or an accumulator of 256 columns, take blocks of 64 keys.
+// The tile shapes, by padded head dims of q and k, and of v; reasons:
+// docs/develop/kernels/sm90_fp8.md. Scales per 64 keys, or an accumulator of 256 columns, take
+// blocks of 64 keys.
 using Tiles64 = Tiling<64, 64, 128, 3, 4>;
-using Tiles64Wide = Tiling<64, 64, 128, 4, 4>;  // of 256 rows; dense only: registers
+using Tiles64Wide = Tiling<64, 64, 128, 4, 4>;  // of 256 rows; dense only, for lack of registers
 using Tiles64Fine = Tiling<64, 64, 64, 3, 4>;
 using Tiles128 = Tiling<128, 128, 128, 3, 2>;
 using Tiles128Fine = Tiling<128, 128, 64, 3, 2>;
@@ -102,8 +103,8 @@ using Tiles192 = Tiling<192, 128, 128, 2, 2>;
 using Tiles192Fine = Tiling<192, 128, 64, 2, 4>;
 using Tiles256 = Tiling<256, 256, 64, 2, 2>;
 
-// What a call costs a CTA, in query rows. The last rows of a sequence count as a whole tile, and so
-// do those of the last wave where it is not cut into pieces.
+// The cost of a call for a CTA, in query rows. The last rows of a sequence count as a whole tile,
+// and so do those of the last wave unless it is cut into pieces.
 template <class C>
 double rows_of_cta(const FlashsciForwardParams& p, int64_t processors) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * num_tiles(p.seq_q, C::kBlockQ, 0, false);
@@ -114,7 +115,7 @@ double rows_of_cta(const FlashsciForwardParams& p, int64_t processors) {
   return waves * C::kBlockQ;
 }
 
-// Whether a call is for wide tiles: where they waste no more rows than narrow ones.
+// Whether a call is for wide tiles: they must not waste more rows than narrow ones.
 template <class Narrow, class Wide>
 bool suits_wide_tiles(const FlashsciForwardParams& p) {
   if (p.cu_seqlens_q != nullptr) return false;
@@ -122,7 +123,7 @@ bool suits_wide_tiles(const FlashsciForwardParams& p) {
   return rows_of_cta<Wide>(p, processors) <= rows_of_cta<Narrow>(p, processors) * 1.02;
 }
 
-// launch(tile shape) of a call.
+// Calls launch(tile shape) for a call.
 template <class Launch>
 auto with_tiles(const FlashsciFp8ForwardParams& params, const Launch& launch) {
   const FlashsciForwardParams& p = params.call;
@@ -136,7 +137,7 @@ auto with_tiles(const FlashsciFp8ForwardParams& params, const Launch& launch) {
   return launch(Tiles256{});
 }
 
-// Bytes of workspace: the counter of the schedule, or what pieces of tiles leave.
+// Bytes of workspace: the counter of the schedule, or the sums of pieces.
 inline int64_t forward_workspace(const FlashsciFp8ForwardParams& params) {
   const FlashsciForwardParams& p = params.call;
   const bool causal = p.window_right >= 0 && p.window_left < 0;
@@ -149,7 +150,7 @@ inline int64_t forward_workspace(const FlashsciFp8ForwardParams& params) {
   });
 }
 
-// cudaErrorNotSupported: there is no kernel for this call, nothing was launched.
+// cudaErrorNotSupported: there is no kernel for this call; nothing was launched.
 inline cudaError_t launch_forward(const FlashsciFp8ForwardParams& params, cudaStream_t stream) {
   const FlashsciForwardParams& p = params.call;
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };

@@ -15,7 +15,7 @@ namespace flashsci::sm90::fp8 {
 using fwd::Blocks;
 using fwd::WorkTile;
 
-// Which sequence an item of a packed call belongs to. A whole warp must call it.
+// The sequence of an item of a packed call. A whole warp must call it.
 template <class C>
 __device__ __forceinline__ int sequence_of(const Args& a, uint32_t item) {
   const uint32_t slot = item % a.schedule.tiles_per_head;
@@ -64,7 +64,7 @@ template <class C, bool kVarlen>
 __device__ __forceinline__ void schedule_tiles(Storage<C>& shared, const Args& a) {
   uint32_t tiles = 0;  // published: Q stage = tiles % kQStages, phase = tiles / kQStages
   uint32_t taken = 0;
-  const auto wait_q = [&] {  // for the Q of the tile kQStages before to have been read
+  const auto wait_q = [&] {  // until the Q of the tile kQStages before has been read
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w)
       ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[tiles % C::kQStages][w]),
@@ -96,7 +96,7 @@ __device__ __forceinline__ void schedule_tiles(Storage<C>& shared, const Args& a
     if (!more) break;
     tiles += posts;
     if (a.schedule.counter != nullptr) {
-      // When the consumers have begun the last tile: what is taken here, no other CTA may do.
+      // When the consumers have begun the last tile: an item taken here is lost to other CTAs.
       wait_q();
       taken = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? fwd::fetch_next(a.schedule) : 0, 0);
     }
@@ -130,7 +130,7 @@ __device__ __forceinline__ void load_kv(Storage<C>& shared, const Args& a) {
     const auto blocks = blocks_of<C, kVarlen>(fwd::window_of(a.p, seq_q, seq_k), tile.row,
                                               C::kBlockQ, seq_q, tile.first_block, tile.end_block);
     const BlockScales<C> scales(a, tile);
-    float2 next = make_float2(1.f, 1.f);  // a block ahead: nothing waits for them
+    float2 next = make_float2(1.f, 1.f);  // a block ahead, so that nothing waits for them
     if (blocks.end > blocks.first) next = scales.of(a, blocks.end - 1);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void load_kv(Storage<C>& shared, const Args& a) {
       fwd::load_boxes<typename C::VBox, sizeof(shared.v[0])>(address(shared.v[stage]), a.v, v_full,
                                                              row, tile.head_k, tile);
     }
-    // What is published is not written again before we, too, have released Q.
+    // The published record is not overwritten before this warp, too, has released Q.
     ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));
   }
 }

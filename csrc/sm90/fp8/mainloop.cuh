@@ -1,10 +1,10 @@
 // A consumer warpgroup of the sm90 forward on 8-bit floats: 64 query rows of tile after tile, from S
 // to the stores.
 //
-// `Consumer::run` is the loop over tiles, `step` what happens to a block of keys: S, its softmax, P
-// as 8 bits, P V and the sums of P of this block alone, and those of all blocks in fp32. Nothing
-// overlaps within a warpgroup, which lets the product of a block take the registers of its scores;
-// the other warpgroups keep the tensor cores busy meanwhile, at which they take turns.
+// `Consumer::run` is the loop over tiles, `step` the work on a block of keys: S, its softmax, P as
+// 8 bits, P V and the sums of P of this block alone, and those of all blocks in fp32. Nothing
+// overlaps within a warpgroup, so that the product of a block can take the registers of its scores.
+// Meanwhile the other warpgroups, which take turns, keep the tensor cores busy.
 #pragma once
 #include <cstdint>
 
@@ -32,33 +32,33 @@ struct Consumer {
   using Values = float[kChunk / 2];       // their product,
   using Product = float[kChunk / 2 + 4];  // and sums of P
   static constexpr int kFirst =
-      kHeadDim < 128 ? kHeadDim : 128;  // columns of q k^T, and of the rest
+      kHeadDim < 128 ? kHeadDim : 128;  // columns of q k^T at a time, and of the rest
   using Rest = float[kFirst < kHeadDim ? kBlockK / 2 : 1];
-  // Whether O follows offsets beside P V of the block, not before its exponentials.
+  // Whether O is rescaled during P V of the block, instead of before its exponentials.
   static constexpr bool kLate = kHeadDimV > 64;
 
   Storage<C>& shared;
   const Args& a;
   const int w;                      // the consumer
   const int lane, warp_row;         // the warp's first row in the tile
-  const int row_in_tile;            // this lane's first
-  uint64_t q_desc, k_desc, v_desc;  // of the first stages; V: turned
+  const int row_in_tile;            // this lane's first row
+  uint64_t q_desc, k_desc, v_desc;  // of the first stages; V: transposed
 
   float s[kBlockK / 2];         // scores, then P
   float o[kHeadDimV / 2];       // output, unnormalised
   uint32_t p[kBlockK / 32][4];  // P as operand, per 32 keys
   RowStatistics rows;
-  bool grew = false;   // of the last block: whether offsets of this warp's rows followed,
-  float alpha[2];      // and what O is to be multiplied by then
-  uint32_t head = 0;   // blocks behind us: they tell stage and phase of the next
-  uint32_t tiles = 0;  // tiles behind us
+  bool grew = false;   // whether offsets of this warp's rows grew in the last block,
+  float alpha[2];      // and the factor of O in that case
+  uint32_t head = 0;   // blocks done: they give stage and phase of the next
+  uint32_t tiles = 0;  // tiles done
 
-  // Of the tile in work.
+  // Of the current tile.
   struct Work {
     const TileInfo& info;
     Window seen;
-    fwd::Blocks<C> own;          // that this consumer's rows see
-    int plain_begin, plain_end;  // and that all of them see as a whole
+    fwd::Blocks<C> own;          // blocks that this consumer's rows see
+    int plain_begin, plain_end;  // blocks that all of its rows see as a whole
     float scale;  // of q k^T, and of these rows of q; without softcap, in powers of 2
   };
 
@@ -82,13 +82,13 @@ struct Consumer {
   __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) const {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity & 1);
   }
-  // The consumers take turns at [P V of a block, S of the next]: else all come to be at the same
-  // step, and wait for the same unit. One warpgroup waits, one arrives.
+  // The consumers take turns at [P V of a block, S of the next]. Otherwise all would drift to the
+  // same step, and wait for the same unit. One warpgroup waits, one arrives.
   __device__ __forceinline__ void take_turn() const { ptx::barrier_sync(1 + w, 256); }
   __device__ __forceinline__ void pass_turn() const {
     ptx::barrier_arrive(w + 1 == C::kConsumers ? 1 : w + 2, 256);
   }
-  // Blocks that this warpgroup's rows do not see.
+  // Skips blocks that this warpgroup's rows do not see.
   __device__ __forceinline__ void skip(int count) {
 #pragma unroll 1
     for (; count > 0; --count, ++head) {
@@ -137,8 +137,8 @@ struct Consumer {
     release(shared.k_empty[head % kStages]);
     if (last) release(shared.q_empty[tiles % C::kQStages][w]);
   }
-  // P V of this block and columns [kChunk chunk, ...); of the last with the rows behind V: a column
-  // with the sums of P, which lane 0 of a quad has, and zeros, which the others have.
+  // P V of this block and columns [kChunk chunk, ...); the last chunk includes the rows after V: a
+  // column with the sums of P, which lane 0 of a quad has, and zeros, which the other lanes have.
   __device__ __forceinline__ void issue_pv(Product& product, int chunk) {
     const uint64_t v_tile = v_desc + head % kStages * (C::kTurnedBytes / 16);
 #pragma unroll
@@ -155,7 +155,7 @@ struct Consumer {
     return reinterpret_cast<Values&>(product);
   }
   // O += P V v_scale, and the sums of P: products of one block in the tensor core, the sum over
-  // blocks in fp32. The sum of a chunk is taken beside the product of the next.
+  // blocks in fp32. The sum of a chunk is taken during the product of the next.
   __device__ __forceinline__ void add_values(float v_scale) {
     Product product[2];
     ptx::wgmma_fence();
@@ -164,7 +164,7 @@ struct Consumer {
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       Product& own = product[chunk % 2];
       if (chunk + 1 < kChunks) {
-        if (chunk > 0) ptx::wgmma_fence();  // sums have read what the next product overwrites
+        if (chunk > 0) ptx::wgmma_fence();  // sums have read the next product's registers
         issue_pv(product[(chunk + 1) % 2], chunk + 1);
         if (kLate && chunk == 0) follow_offsets();
         ptx::wgmma_wait<1>();
@@ -192,7 +192,7 @@ struct Consumer {
 
   // --- scores
 
-  // Whether q k^T are the scores, but for a factor.
+  // Whether q k^T are the scores, up to a factor.
   __device__ __forceinline__ bool is_plain(const Work& work, int block, float factor) const {
     return a.p.softcap == 0.f && factor > 0.f && block >= work.plain_begin &&
            block < work.plain_end;
@@ -201,7 +201,7 @@ struct Consumer {
     if (a.p.softcap != 0.f || !(factor > 0.f)) factor = modify_scores(factor);
     if (block < work.plain_begin || block >= work.plain_end) mask(work, block);
   }
-  // From q k^T to what a factor takes to powers of two; returns the factor.
+  // Turns q k^T into scores up to a factor; returns the factor that gives powers of two.
   __device__ __forceinline__ float modify_scores(float factor) {
     if (a.p.softcap != 0.f) {
       const float inner = factor * a.inverse_softcap;
@@ -209,8 +209,8 @@ struct Consumer {
       for (int e = 0; e < kBlockK / 2; ++e) s[e] = a.p.softcap * tanh_accurate(inner * s[e]);
       return kLog2e;
     }
-    // Where it is negative the largest score is not the largest product, and 0 times the -inf of a
-    // hidden key is none.
+    // A negative factor needs this: the largest score is then not the largest product. So does a
+    // zero factor: 0 times the -inf of a hidden key is NaN.
 #pragma unroll
     for (int e = 0; e < kBlockK / 2; ++e) s[e] *= factor;
     return 1.f;
@@ -220,8 +220,8 @@ struct Consumer {
     if (block >= work.plain_end) fwd::mask_scores<0, kBlockK / 2, false>(s, work.seen, row, column);
     if (block < work.plain_begin) fwd::mask_scores<0, kBlockK / 2, true>(s, work.seen, row, column);
   }
-  // S becomes P. Exponents that are too large on offsets that follow are those of large scores, by
-  // their roundings: these are cut.
+  // S becomes P. Exponents that are too large although offsets have grown come from the roundings
+  // of large scores: these are cut.
   __device__ __forceinline__ void softmax(float factor) {
     float maximum[2];
     lane_max(s, maximum);
@@ -246,7 +246,7 @@ struct Consumer {
   __device__ __forceinline__ void step(const Work& work, int block) {
     Rest rest;
     const float2 scales = begin_scores(rest);
-    float factor = work.scale * scales.x;  // beside the product
+    float factor = work.scale * scales.x;  // during the product
     const bool plain = is_plain(work, block, factor);
     end_scores(rest, block == work.own.first);
     if (!plain) shape_scores(work, block, factor);
@@ -278,13 +278,14 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (w == C::kConsumers - 1) pass_turn();  // to the first
+    if (w == C::kConsumers - 1) pass_turn();  // to the first consumer
 #pragma unroll 1
     for (;; ++tiles) {
       const uint32_t q_stage = tiles % C::kQStages;
       wait(shared.q_full[q_stage][w], tiles / C::kQStages);
       const TileInfo& info = shared.tile_info[tiles % kTileSlots];
-      // The same in all lanes, which only redux tells the compiler: wgmma wants uniform flow.
+      // Equal in all lanes, which the compiler learns only from redux: wgmma needs uniform control
+      // flow.
       const int row = ptx::redux_max(info.row);
       if (row < 0) break;
       const int seq_q = kVarlen ? ptx::redux_max(info.seq_q) : a.p.seq_q;
@@ -317,7 +318,7 @@ struct Consumer {
       pass_turn();
       if (kVarlen || gathered(info)) write(info);
     }
-    if (w == 0) take_turn();  // the last turn handed round
+    if (w == 0) take_turn();  // takes the last turn, so that the barrier ends balanced
     ptx::bulk_wait_read<0>();
   }
 };

@@ -1,10 +1,10 @@
-// The last tiles of a call, fewer than there are CTAs, cut into pieces: a wave that would leave most SMs
-// idle is shared by all.
+// The last tiles of a call, fewer than there are CTAs, cut into pieces: all SMs share a wave that
+// would leave most of them idle.
 //
-// Their blocks of keys, in a row, are cut into equal runs, one for each CTA, of at least a block and
-// shorter than a tile: a run has a piece of a tile, or the end of one and the beginning of the next. The sums of a piece go to the
-// workspace, and the warp that brings the last piece of its rows adds them up, in the order of the
-// pieces, whoever comes last.
+// The blocks of keys of these tiles, in a row, are cut into equal runs, one for each CTA, of at
+// least one block and shorter than a tile: a run has a piece of a tile, or the end of one and the
+// beginning of the next. The sums of a piece go to the workspace. The warp that completes the last
+// piece of its rows adds them up, always in the order of the pieces.
 #pragma once
 #include <cstdint>
 
@@ -15,7 +15,7 @@
 
 namespace flashsci::sm90::fp8 {
 
-// Where the run of a CTA begins, in blocks of all tiles that are cut.
+// The beginning of a CTA's run, in blocks of all tiles that are cut.
 __device__ __forceinline__ uint32_t run_begin(const Pieces& pieces, uint32_t cta) {
   return cta * (pieces.tiles * pieces.blocks) / gridDim.x;
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t cta_of(const Pieces& pieces, uint32_t block)
   return ((block + 1) * gridDim.x - 1) / (pieces.tiles * pieces.blocks);
 }
 
-// What is left of a CTA's run.
+// The rest of a CTA's run.
 struct Run {
   uint32_t block, end;
   __device__ __forceinline__ explicit Run(const Pieces& pieces)
@@ -39,7 +39,8 @@ struct Run {
   }
 };
 
-// Of a thread: its part of the output, its offsets and sums, every 16 bytes beside those of the warp.
+// Data of a thread: its part of the output, its offsets and sums; 16 bytes of each lane of the warp
+// are neighbours.
 template <class C>
 inline constexpr int kPieceWords = C::kHeadDimV / 8 + 1;
 
@@ -50,8 +51,8 @@ __device__ __forceinline__ float4* place_of(const Pieces& pieces, uint32_t cta, 
   return pieces.sums + (int64_t{piece} * kPieceWords<C> * 32 + threadIdx.x % 32);
 }
 
-// The sums of a warp's rows become those of the whole tile; false: not all pieces are there yet, or
-// others have them. warp: of the consumers'.
+// The sums of a warp's rows become those of the whole tile; false: some pieces are not complete
+// yet, or another warp has them. warp: among the consumers'.
 template <class C>
 __device__ __forceinline__ bool gather(float (&o)[C::kHeadDimV / 2], RowStatistics& rows,
                                        const Pieces& pieces, uint32_t tile, bool begins, int warp) {

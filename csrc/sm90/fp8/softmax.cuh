@@ -1,7 +1,7 @@
-// Online softmax of the sm90 forward on 8-bit floats: P = 2^(factor S - offset), where the offset is
-// the row's running maximum less kLargestP, so that e4m3, which ends at 448, holds P in the middle
-// of its range. The row sum and so the lse take the factor back by themselves. The sum of a block is
-// that of P as rounded: a column of its product with V (mainloop.cuh).
+// Online softmax of the sm90 forward on 8-bit floats: P = 2^(factor S - offset), where the offset
+// is the row's running maximum minus kLargestP, so that e4m3, which ends at 448, holds P in the
+// middle of its range. The factor cancels in the row sum and so in the lse. The sum of a block is
+// that of the rounded P: a column of its product with V (mainloop.cuh).
 #pragma once
 #include <cstdint>
 
@@ -12,8 +12,8 @@
 
 namespace flashsci::sm90::fp8 {
 
-// log2 of P at a row's maximum, and how far a later score may outgrow it before the offset follows:
-// 256 * 2^0.75 = 431.
+// log2 of P at a row's maximum, and the growth of a later score that makes the offset follow: 256 *
+// 2^0.75 = 431.
 inline constexpr float kLargestP = 8.f, kLargestExponent = 8.75f;
 
 // The offset at a largest score, rounded down: P of that score is at least 256.
@@ -21,8 +21,8 @@ __device__ __forceinline__ float offset_at(float maximum, float factor) {
   return fmaxf(__fadd_rd(__fmul_rd(maximum, factor), -kLargestP), kUninitializedMax);
 }
 
-// Whether an exponent of the warp is beyond what P may have. Where the offset is at the maximum, it
-// is so in rows of large scores alone, whose roundings are.
+// Whether an exponent of the warp exceeds the limit of P. With the offset at the maximum, that
+// happens only in rows of large scores, by their roundings.
 __device__ __forceinline__ bool outgrows(const float (&maximum)[2], const RowStatistics& rows,
                                          float factor) {
   return __any_sync(0xffffffffu,
@@ -30,9 +30,9 @@ __device__ __forceinline__ bool outgrows(const float (&maximum)[2], const RowSta
                         fmaf(maximum[1], factor, -rows.row_max_log2[1]) > kLargestExponent);
 }
 
-// The offsets of rows that outgrew theirs follow the maximum of a block; what was summed before is
-// multiplied by alpha, the row sum here, O by the caller. The other rows of the warp keep theirs:
-// what becomes of a row depends on no other.
+// The offsets of rows whose scores grew too much follow the maximum of a block; earlier sums are
+// multiplied by alpha, the row sum here, O by the caller. The other rows of the warp keep theirs,
+// so that a row's result depends on no other row.
 __device__ __forceinline__ void follow(const float (&maximum)[2], RowStatistics& rows,
                                        float (&alpha)[2], float factor) {
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ __forceinline__ void exponentials(float (&s)[kCount], const Exponent&
   for (int e = 0; e < kCount; ++e) s[e] = ptx::ex2_approx(exponent.of(s[e], e));
 }
 
-// P as operand, per 32 keys: 8 columns of S apart from each other lie in one register
+// P as operand, per 32 keys: 8 columns of S that are not neighbours are in one register
 // (transpose.cuh has V in that order).
 template <int kCount>
 __device__ __forceinline__ void pack(uint32_t (&p)[kCount / 16][4], const float (&s)[kCount]) {

@@ -1,17 +1,18 @@
-// V turned in shared memory: wgmma takes 8-bit operands with their sum innermost, and V has its
-// keys outermost.
+// V transposed in shared memory: wgmma takes 8-bit operands with the summed dim innermost, and V
+// has its keys outermost.
 //
-// ldmatrix moves 8 x 8 pairs of bytes: read transposed, matrix X of keys 0 .. 7 and 16 columns gives
-// lane 4 g + t the bytes (key 2 t, columns 2 g, 2 g + 1), (key 2 t + 1, columns 2 g, 2 g + 1), and Y
-// of keys 8 .. 15 the same 8 keys on. One byte permutation takes column 2 g out of both, another
-// column 2 g + 1: four bytes of a row of the turned tile, of keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t.
-// That is the order in which a lane has P: byte e of its A operand is the score of column 8 (e >> 1)
-// + 2 t + (e & 1) of every 16 (ptx/qgmma.cuh). So slot 4 t + e of a row of V^T holds that key.
+// ldmatrix moves 8 x 8 pairs of bytes: read transposed, matrix X of keys 0 .. 7 and 16 columns
+// gives lane 4 g + t the bytes (key 2 t, columns 2 g, 2 g + 1), (key 2 t + 1, columns 2 g, 2 g +
+// 1), and Y of keys 8 .. 15 the same 8 keys on. One byte permutation takes column 2 g out of both,
+// another column 2 g + 1: four bytes of a row of the transposed tile, of keys 2 t, 2 t + 1, 8 + 2
+// t, 9 + 2 t. A lane has P in the same order: byte e of its A operand is the score of column 8 (e
+// >> 1) + 2 t + (e & 1) of every 16 (ptx/qgmma.cuh). So slot 4 t + e of a row of V^T holds that
+// key.
 //
-// Behind the rows of V^T lie 8 more, of ones and zeros: their columns of the product with P are its
-// sums.
+// After the rows of V^T there are 8 more, of ones and zeros: their columns of the product with P
+// are the sums of P.
 //
-// stmatrix writes 8 rows at a time; in swizzled tiles they collide where they have the same parity.
+// stmatrix writes 8 rows at a time; in swizzled tiles rows of the same parity have bank conflicts.
 // So the matrix of the even columns takes the odd ones for g >= 4, and the other way round.
 #pragma once
 #include <cstdint>
@@ -26,15 +27,15 @@
 
 namespace flashsci::sm90::fp8 {
 
-// Which 16 bytes of a row of kSpan bytes, in units of 16 bytes, XOR by this: TMA's swizzle.
+// TMA's swizzle: the index of 16 bytes in a row of kSpan bytes is XORed with this.
 template <int kSpan>
 __device__ __forceinline__ constexpr int swizzle_of(int row) {
   return kSpan == 128 ? row & 7 : row >> 1 & 3;
 }
 
-// The columns of one of kTransposers warps. Stages are aligned to the 8 rows of the swizzle's pattern
-// (Tiling), so that what a lane adds to their addresses is XORed: all of it but a group's own bits is
-// the same for all stages.
+// The columns of one of kTransposers warps. Stages are aligned to the 8 rows of the swizzle's
+// pattern (Tiling), so that a lane's offset is XORed into their addresses: except for a group's own
+// bits it is the same for all stages.
 template <class C>
 __device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp) {
   constexpr int kSpan = C::kSpanV, kSpanTurned = C::kBlockK;
@@ -58,7 +59,7 @@ __device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp)
     const uint32_t to = target + g * 16 * kSpanTurned;
 #pragma unroll
     for (int n = 0; n < kParts; n += kAtOnce) {
-      uint32_t x[kAtOnce][4];  // all loads before the first store, which they would wait for
+      uint32_t x[kAtOnce][4];  // all loads come before the first store, which would wait for each
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) ptx::ldmatrix_x4_trans(x[i], from + (n + i) * 32 * kSpan);
 #pragma unroll
@@ -70,7 +71,7 @@ __device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp)
   }
 }
 
-// Of 16 slots, the bytes of word t whose keys are among the first `keys`.
+// A mask of 16 slots: the bytes of word t whose keys are among the first `keys`.
 __device__ __forceinline__ constexpr uint32_t bytes_before(int t, int keys) {
   uint32_t mask = 0;
   for (int e = 0; e < 4; ++e)
@@ -78,8 +79,8 @@ __device__ __forceinline__ constexpr uint32_t bytes_before(int t, int keys) {
   return mask;
 }
 
-// Zeros for keys from `keys` on, in what this warp has turned: P is 0 there, but 0 times a
-// neighbour's NaN is not. Rare, so a pass of its own.
+// Zeros for keys from `keys` on, in the tile that this warp has transposed: P is 0 there, but 0
+// times a neighbour's NaN is NaN. This is rare and so a separate pass.
 template <class C>
 __device__ __forceinline__ void cut_tile(uint32_t turned, int warp, int keys) {
   constexpr int kRows = C::kHeadDimV / C::kTransposers;
@@ -97,11 +98,11 @@ __device__ __forceinline__ void cut_tile(uint32_t turned, int warp, int keys) {
     }
 }
 
-// The rows behind those of V, in every stage: once, for nobody writes there again. The fence and the
-// arrivals of each stage's first tile are theirs, too.
+// Writes the rows after those of V, in every stage, once: nothing overwrites them. Their fence and
+// arrivals are those of each stage's first tile.
 template <class C>
 __device__ __forceinline__ void write_ones(Storage<C>& shared, int warp) {
-  constexpr int kRow = C::kBlockK / 16;  // in units of 16 bytes; swizzled they are the same
+  constexpr int kRow = C::kBlockK / 16;  // in units of 16 bytes; uniform rows need no swizzle
   for (int i = warp * 32 + threadIdx.x % 32; i < C::kStages * 8 * kRow; i += C::kTransposers * 32) {
     const int stage = i / (8 * kRow), unit = i % (8 * kRow);
     const uint32_t x = unit < kRow ? 0x38383838 : 0;  // 1 in e4m3
@@ -110,7 +111,7 @@ __device__ __forceinline__ void write_ones(Storage<C>& shared, int warp) {
   }
 }
 
-// Turns V of the published tiles. One of kTransposers warps.
+// Transposes V of the published tiles. Run by one of kTransposers warps.
 template <class C, bool kVarlen>
 __device__ __forceinline__ void turn_v(Storage<C>& shared, const Args& a, int warp) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
@@ -143,7 +144,7 @@ __device__ __forceinline__ void turn_v(Storage<C>& shared, const Args& a, int wa
         ptx::mbarrier_arrive(address(&shared.v_empty[stage]));
       }
     }
-    __syncwarp();  // without blocks there was none behind the reads of what is published
+    __syncwarp();  // without blocks no other __syncwarp followed the reads of the published record
     if (first_lane) ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));
   }
 }

@@ -1,12 +1,12 @@
-// Bias and mask in the sm90 forward. A producer of their own (load_bias_mask.cuh) brings them, a box
-// of 64 rows for each consumer (one row for all where all rows are the same); the consumer adds
-// them to its accumulators.
+// Bias and mask in the sm90 forward. A separate producer (load_bias_mask.cuh) brings them, a box of
+// 64 rows for each consumer (one row for all if all rows are the same); the consumer adds them to
+// its accumulators.
 //
 // Shared  A stage: for each consumer the bias [64 rows][keys of a block] (fp32: 32 keys after the
 //         other), then for each the mask [64 rows][keys], swizzled by the bytes of a row:
 //         BiasMaskPlan.
-// Limits  What TMA takes: neighbouring keys are neighbours in memory, all other strides (0 too) are
-//         multiples of 16 bytes. The rest stays with sm80 (core/bias_mask.cuh).
+// Limits  Those of TMA: neighbouring keys are neighbours in memory, all other strides (0 too) are
+//         multiples of 16 bytes. Other calls are left to sm80 (core/bias_mask.cuh).
 #pragma once
 #include <cstdint>
 
@@ -17,15 +17,16 @@
 
 namespace flashsci::sm90::fwd {
 
-// Where TMA puts 16-byte chunk `chunk` of row `row` in a box with rows of kBytes.
+// The place that TMA gives 16-byte chunk `chunk` of row `row` in a box with rows of kBytes.
 template <int kBytes>
 __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
   static_assert(kBytes == 128 || kBytes == 64 || kBytes == 32);
   return row * kBytes + (chunk ^ (row * kBytes >> 7 & (kBytes / 16 - 1))) * 16;
 }
 
-// In all of these: s are the scores of a block of kKeys keys, or of its first half; element e of a
-// lane is row 16 warp + lane / 4 + 8 ((e >> 1) & 1) and key 8 (e >> 2) + 2 (lane % 4) + (e & 1).
+// In all functions below, s are the scores of a block of kKeys keys, or of its first half; element
+// e of a lane is row 16 warp + lane / 4 + 8 ((e >> 1) & 1) and key 8 (e >> 2) + 2 (lane % 4) + (e &
+// 1).
 
 // s = inner s + bias; inner s is in units of the natural exponent.
 template <int kKeys, int kCount>
@@ -74,11 +75,11 @@ __device__ __forceinline__ void add_16_bit(float (&s)[2 * kWords], const uint32_
   }
 }
 
-// -inf where the mask hides.
+// Hidden scores become -inf.
 template <int kKeys, int kCount>
 __device__ __forceinline__ void hide(float (&s)[kCount], const BiasMaskPlan& plan, uint32_t mask) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  if (plan.mask_rows == 1) {  // a mask of keys: of most blocks it hides nothing or all
+  if (plan.mask_rows == 1) {  // a mask of keys: in most blocks it hides nothing or everything
     const uint32_t shown = ptx::ld_shared_u16(mask + lane * 2 % kKeys);
     if (__all_sync(0xffffffffu, (shown & 0xff) != 0 && (shown & 0xff00) != 0)) return;
     if (__all_sync(0xffffffffu, shown == 0)) {
@@ -108,8 +109,8 @@ __device__ __forceinline__ void hide(float (&s)[kCount], const BiasMaskPlan& pla
   }
 }
 
-// What all of the above do, from global memory: to the four scores of a lane in 8 keys that are
-// computed a second time. row, key: of the first.
+// The same operations from global memory, on the four scores of a lane in 8 keys that are computed
+// a second time. row, key: of the first.
 template <class Op>
 __device__ __forceinline__ void add_bias_mask_again(float (&s)[4], const ForwardArgs& a,
                                                     const TileInfo& tile, int row, int key) {

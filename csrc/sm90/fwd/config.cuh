@@ -1,5 +1,5 @@
-// What the roles of the sm90 forward share: tile shapes, shared memory, arguments, the walk over
-// tiles.
+// The common part of the roles of the sm90 forward: tile shapes, shared memory, arguments, the walk
+// over tiles.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -21,16 +21,16 @@ struct Tiling {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockK = kBlockK_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr bool kHasBiasMask = kHasBiasMask_;       // with bias or mask
-  static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // shared memory of an SM
+  static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // limited by the shared memory of an SM
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kStaging =
       kHeadDim <= 64 || kConsumers == 3 || kHeadDim != kHeadDimV || kHasBiasMask ? 1 : 2;
   static constexpr int kBoxes = (kHeadDim + 63) / 64, kBoxesV = (kHeadDimV + 63) / 64;
-  using QBox = Box<64>;  // of one consumer
+  using QBox = Box<64>;  // per consumer
   using KBox = Box<kBlockK>;
   using OutBox = Box<16>;
-  static constexpr int kQBytes = 64 * kBoxes * 128;  // of one consumer
+  static constexpr int kQBytes = 64 * kBoxes * 128;  // per consumer
   static constexpr int kKBytes = kBlockK * kBoxes * 128, kVBytes = kBlockK * kBoxesV * 128;
   // The registers of the launch bounds (168 at 384 threads, 128 at 512, 96 at 640) redistributed.
   static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : kHasBiasMask ? 40 : 24;
@@ -38,20 +38,20 @@ struct Tiling {
                                             : kConsumers == 3 ? 160
                                             : kHasBiasMask    ? 232
                                                               : 240;
-  // Scores whose exponentials come before the wait for P V of the block before.
+  // Number of scores whose exponentials come before the wait for P V of the previous block.
   static constexpr int kEarly = kHeadDim <= 64 ? 0 : kBlockK / 4;
-  // Causal calls with fewer keys do not earn the memset of a counter.
+  // Causal calls with fewer keys do not repay the memset of a counter.
   static constexpr int kCountedKeys = kHeadDim == 256 ? 8192 : 2048;
-  // With a bias: without looking for the maximum of blocks once every row has seen a key.
+  // With a bias: blocks skip the search for their maximum once every row has seen a key.
   static constexpr bool kOptimistic = kHasBiasMask && kHeadDim <= 128;
-  // For the stages of bias and mask, as many as fit: BiasMaskPlan.
+  // For the stages of bias and mask, of which the number that fits is used: BiasMaskPlan.
   static constexpr int kBiasMaskBytes = (kHeadDim > 64 ? 80 : kConsumers == 4 ? 96 : 120) * 1024;
   static_assert(!kHasBiasMask || kBlockK == 32 || kBlockK == 64);
   static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kBlockK % 16 == 0 &&
                 (kStages & (kStages - 1)) == 0);
 };
 
-// What the scheduler tells the others about a tile.
+// A tile's record, which the scheduler publishes.
 struct TileInfo {
   int row;               // first query row in its sequence; < 0: no more tiles
   int seq_q, seq_k;      // of the sequence
@@ -59,7 +59,7 @@ struct TileInfo {
   int head, head_k, batch1, batch0;
 };
 // A slot is reused when the Q of the tile two before has been released; by then the consumers may
-// still owe the output of the tile before that one.
+// still have the output of the tile before that one to store.
 inline constexpr int kTileSlots = 4;
 
 // Keys of a box of the bias.
@@ -68,7 +68,7 @@ constexpr __host__ __device__ int bias_box_keys(int is_fp32) {
   return is_fp32 ? 32 : C::kBlockK;
 }
 
-// At most, of bias and mask.
+// Largest number of stages of bias and mask.
 inline constexpr int kBiasMaskStages = 8;
 
 template <class C, bool kHasBiasMask = C::kHasBiasMask>
@@ -83,7 +83,7 @@ struct SharedStorage : BiasMaskStorage<C> {
   unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][box][64 rows][64]
   unsigned char k[C::kStages][C::kKBytes];                  // [stage][box][kBlockK rows][64]
   unsigned char v[C::kStages][C::kVBytes];                  // the same
-  // Of the output: [warp][64 columns, in turn][16 rows][64], swizzled.
+  // Output staging: [warp][64 columns, in turn][16 rows][64], swizzled.
   unsigned char staging[C::kConsumers * 4][C::kStaging][2048];
   uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
@@ -93,17 +93,17 @@ struct SharedStorage : BiasMaskStorage<C> {
   TileInfo tile_info[kTileSlots];
 };
 
-// Where bias and mask of a block lie in their stage. All in bytes, multiples of 1024.
+// The layout of bias and mask of a block in their stage. All in bytes, multiples of 1024.
 struct BiasMaskPlan {
   int stages, stage_bytes;
-  int bias_rows, mask_rows;  // of a box: 64, or 1 where all rows are the same
-  int bias_step, mask_step;  // from one consumer to the next; 0 where all rows are the same
-  int box_step;              // from 32 keys of an fp32 bias to the next
-  int mask;                  // its first byte
-  int loaded;                // bytes that arrive
+  int bias_rows, mask_rows;  // rows of a box: 64, or 1 if all rows are the same
+  int bias_step, mask_step;  // from one consumer to the next; 0 if all rows are the same
+  int box_step;              // from 32 keys of an fp32 bias to the next 32
+  int mask;                  // first byte of the mask
+  int loaded;                // bytes that arrive per stage
 };
 
-// Where a role stands in the ring of bias and mask.
+// A role's position in the ring of bias and mask.
 struct BiasMaskRing {
   int stage = 0;
   uint32_t phase = 0;
@@ -116,7 +116,7 @@ struct alignas(128) ForwardArgs {
   CUtensorMap q, k, v;
   CUtensorMap out;           // boxes of 16 rows
   CUtensorMap v_cut, v_row;  // packed: load_cut_boxes
-  CUtensorMap bias, mask;    // boxes of their rows and 128 or 64 bytes; if there are any
+  CUtensorMap bias, mask;    // boxes of their rows and 128 or 64 bytes; present if the tensors are
   FlashsciForwardParams p;
   SchedulePlan schedule;
   BiasMaskPlan bias_mask;
@@ -127,7 +127,7 @@ struct alignas(128) ForwardArgs {
 template <class C>
 struct Blocks {
   int first, end;
-  int end_key;  // the first key that none of the rows sees
+  int end_key;  // the first key past those that the rows see
   __device__ __forceinline__ Blocks(const Window& window, int row, int count, int seq_q) {
     const int last_row = min(row + count, seq_q) - 1;
     const int begin_key = window.begin(row);

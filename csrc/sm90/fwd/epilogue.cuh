@@ -15,9 +15,9 @@
 
 namespace flashsci::sm90::fwd {
 
-// Normalises, writes lse and the output: every warp stages its rows in shared memory of its own,
-// 64 columns at a time, and the copy engine stores them. Where a packed sequence ends inside a box,
-// lanes store 16 bytes each.
+// Normalises, writes lse and the output: every warp stages its rows in its own part of shared
+// memory, 64 columns at a time, and the copy engine stores them. Where a packed sequence ends
+// inside a box, lanes store 16 bytes each.
 template <class Op, class C, bool kVarlen>
 __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDimV / 2],
                                              const RowStatistics& rows, const ForwardArgs& a,
@@ -25,7 +25,7 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDimV / 2],
                                              int warp_row,  // in the tile
                                              unsigned char (&staging)[C::kStaging][2048]) {
   const int lane = threadIdx.x % 32;
-  const int row = ptx::redux_max(tile.row + warp_row);  // of this warp's 16 the first
+  const int row = ptx::redux_max(tile.row + warp_row);  // first of this warp's 16 rows
   const int rows_left = ptx::redux_max(seq_q) - row;
   if (rows_left <= 0) return;
   const int tensor_row = kVarlen ? tile.first_q + row : row;
@@ -45,8 +45,8 @@ __device__ __forceinline__ void write_output(const float (&o)[C::kHeadDimV / 2],
 #pragma unroll
   for (int block = 0; block < C::kBoxesV; ++block) {
     const uint32_t target = ptx::shared_address(staging[block % C::kStaging]);
-    // The store that had this place before is as many groups back as there are places; but for the
-    // first box of a tile, where boxes are no multiple of the places.
+    // The previous store from this place is as many groups back as there are places, except for the
+    // first box of a tile, if the number of boxes is no multiple of the number of places.
     if (block == 0 && C::kBoxesV % C::kStaging != 0)
       ptx::bulk_wait_read<0>();
     else

@@ -10,11 +10,11 @@
 // Shared    Q [stage][consumer][64 columns][64 rows], K and V [stage][64 columns][kBlockK rows] in
 //           128-byte swizzled boxes, output staging of every warp, barriers, published tiles:
 //           `SharedStorage` (config.cuh).
-// Pipeline  Of a consumer, right to left: S_n = Q K_n^T and O += P_n+1 V_n+1 are issued together
-//           and softmax of S_n runs beside the second, across tiles too; the consumers take
-//           turns at issuing (named barriers), so that one's softmax hides behind the products of
-//           the others. Scheduler and producer run ahead across tiles.
-// Limits    Tensor cores and power at D 256 and 128, instruction issue beside them at D 64:
+// Pipeline  In a consumer, right to left: S_n = Q K_n^T and O += P_n+1 V_n+1 are issued together
+//           and softmax of S_n runs during the second, across tiles too. The consumers take turns
+//           at issuing (named barriers), so that one's softmax hides behind the products of the
+//           others. Scheduler and producer run ahead across tiles.
+// Limits    Tensor cores and power at D 256 and 128, and instruction issue as well at D 64:
 //           docs/develop/kernels/sm90_forward.md.
 #pragma once
 #include <cuda_runtime.h>
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::prefetch_tensor_map(&a.v);
     for (int i = 0; i < C::kQStages * C::kConsumers; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.q_full[0][0] + i), 1);
-      // Producers take part in the first, since they read what is published with Q.
+      // Producers take part in the first, since they read the record that is published with Q.
       const int readers = C::kQStages > 1 && i % C::kConsumers == 0 ? 1 + C::kHasBiasMask : 0;
       ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[0][0] + i), 4 + readers);
     }

@@ -1,5 +1,5 @@
-// The host side of the sm90 forward: tile shapes, tensor maps, the order of the tiles, which
-// kernel.
+// The host side of the sm90 forward: tile shapes, tensor maps, the order of the tiles, and the
+// choice of the kernel.
 #pragma once
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -84,7 +84,8 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   return launch_scheduled<kernel, C, kVarlen>(a, kSharedBytes, processors, stream);
 }
 
-// The tile shapes, by padded head dims of q and k, and of v; why: docs/develop/kernels/sm90_forward.md.
+// The tile shapes, by padded head dims of q and k, and of v; reasons:
+// docs/develop/kernels/sm90_forward.md.
 template <int kHeadDim, int kHeadDimV = kHeadDim>
 struct Tiles;
 template <>
@@ -125,9 +126,9 @@ inline bool is_windowed(const FlashsciForwardParams& p) {
   return p.window_left >= 0 || p.window_right >= 0;
 }
 
-// Whether wide tiles are the better ones: a row takes as long by either, and the last rows
-// of a sequence, or of a GPU's last wave, count as whole tiles. (Long causal calls are slower by
-// them: more blocks are cut by the diagonal.)
+// Whether wide tiles are better: a row takes the same time in both shapes, and the last rows of a
+// sequence, or of a GPU's last wave, count as whole tiles. (Long causal calls are slower with wide
+// tiles: the diagonal cuts more blocks.)
 template <class Narrow, class Wide>
 bool suits_wide_tiles(const FlashsciForwardParams& p) {
   if (is_windowed(p) && p.seq_k > 1024) return false;
@@ -179,7 +180,7 @@ inline int64_t forward_workspace(const FlashsciForwardParams& p) {
   return causal || p.cu_seqlens_q != nullptr ? sizeof(uint32_t) : 0;
 }
 
-// cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
+// cudaErrorNotSupported: another kernel must serve this call; nothing was launched.
 template <class Op>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   const auto aligned = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };
@@ -196,7 +197,7 @@ cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) 
   if (error != cudaErrorNotSupported) return error;
   a.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f && !bias_mask);
   // sm80's kernel skips blocks that a mask hides and reads a bias once for two batch rows: measured
-  // faster here, and only here.
+  // faster for these calls, and only for them.
   if (p.bias_mask.mask != nullptr && dim <= 32) return cudaErrorNotSupported;
   if (bias_mask)
     return dim <= 32    ? launch_bias_mask<Op, 32>(a, stream)

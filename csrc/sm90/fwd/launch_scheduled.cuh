@@ -1,4 +1,5 @@
-// The host side of forwards whose CTAs take tiles by a schedule (scheduler.cuh): the order, the launch.
+// The host side of forwards whose CTAs take tiles by a schedule (scheduler.cuh): the order and the
+// launch.
 #pragma once
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -9,8 +10,8 @@
 
 namespace flashsci::sm90::fwd {
 
-// In turn where tiles cost the same; longest first from a counter, or paired, where they do not;
-// packed: the counter, or a CTA for each slot. bytes: of an element of K and V.
+// Tiles of equal cost: in order. Tiles of different cost: longest first from a counter, or paired.
+// Packed: the counter, or a CTA for each slot. bytes: of an element of K and V.
 template <class C, bool kVarlen>
 cudaError_t plan_schedule(SchedulePlan& plan, const FlashsciForwardParams& p, int processors,
                           int bytes) {
@@ -32,14 +33,14 @@ cudaError_t plan_schedule(SchedulePlan& plan, const FlashsciForwardParams& p, in
     plan.order = plan.counter != nullptr ? Order::kLongestFirst : Order::kBalanced;
   if (plan.order == Order::kBalanced)
     plan.items = static_cast<uint32_t>((heads + 1) / 2 * tiles * 2);
-  const int64_t head_bytes =  // of K and V, for each head of Q
+  const int64_t head_bytes =  // of K and V, per head of Q
       int64_t{p.seq_k} * (p.head_dim + p.head_dim_v) * bytes * p.heads_k / p.heads_q;
   const int64_t groups = heads * head_bytes / (32 << 20) + 1;
   plan.group = static_cast<uint32_t>((heads + groups - 1) / groups);
   return cudaSuccess;
 }
 
-// fewest: CTAs that have something to do beside the schedule.
+// fewest: smallest number of CTAs, for work outside the schedule.
 template <auto kKernel, class C, bool kVarlen, class Args>
 cudaError_t launch_scheduled(const Args& a, int shared_bytes, int processors, cudaStream_t stream,
                              uint32_t fewest = 0) {

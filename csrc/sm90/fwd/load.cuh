@@ -27,8 +27,8 @@ __device__ __forceinline__ uint32_t fetch_next(const SchedulePlan& plan) {
   return plan.counter != nullptr ? atomicAdd(plan.counter, 1) : 0;
 }
 
-// Fills a stage of kSize bytes with rows [row, row + B::kRows), box beside box; zeros beyond the
-// tensor.
+// Fills a stage of kSize bytes with rows [row, row + B::kRows), one box after the other; zeros
+// beyond the tensor.
 template <class B, int kSize, class Coord>
 __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& map,
                                            uint32_t barrier, int row, int head, const Coord& at) {
@@ -39,8 +39,8 @@ __device__ __forceinline__ void load_boxes(uint32_t shared, const CUtensorMap& m
                      at.batch1, at.batch0);
 }
 
-// The same of V in a packed tensor, zeros beyond the sequence too: P is 0 there, but 0 times a
-// neighbour's NaN is not. (Rows of Q that are too many are not stored, those of K are masked.)
+// The same for V in a packed tensor, with zeros beyond the sequence too: P is 0 there, but 0 times
+// a neighbour's NaN is NaN. (Excess rows of Q are not stored, those of K are masked.)
 template <class C, int kSize>
 __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArgs& a,
                                                uint32_t barrier, int row, const TileInfo& tile) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArg
     for (int box = 0; box < C::kBoxesV; ++box)
       ptx::tma_load_5d(shared + box * kRows * 128, &a.v_cut, barrier, box * 64, kRows - rows,
                        start + rows - kRows, tile.head_k, 0);
-  } else {  // a short first sequence: row by row, those beyond from outside the tensor
+  } else {  // a short first sequence: row by row; rows beyond it come from outside the tensor
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i)
 #pragma unroll 1
@@ -66,14 +66,14 @@ __device__ __forceinline__ void load_cut_boxes(uint32_t shared, const ForwardArg
   }
 }
 
-// Walks the list of tiles ahead of the loads, since its divisions take as long as a block:
-// posts every tile, and the end, and loads its Q. One warp, of which one elected lane issues.
+// Walks the list of tiles ahead of the loads, since its divisions take as long as a block: posts
+// every tile, and the end, and loads its Q. One warp, of which one elected lane issues.
 template <class C, bool kVarlen>
 __device__ __forceinline__ void schedule_tiles(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
   uint32_t tiles = 0;  // published: Q stage = tiles % kQStages, phase = tiles / kQStages
   uint32_t taken = 0;
-  const auto wait_q = [&] {  // for the Q of the tile kQStages before to have been read
+  const auto wait_q = [&] {  // until the Q of the tile kQStages before has been read
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w)
       ptx::mbarrier_sleep(address(&shared.q_empty[tiles % C::kQStages][w]),
@@ -116,7 +116,7 @@ __device__ __forceinline__ void schedule_tiles(SharedStorage<C>& shared, const F
     if (!more) break;
     tiles += posts;
     if (a.schedule.counter != nullptr) {
-      // When the consumers have begun the last tile: what is taken here, no other CTA may do.
+      // When the consumers have begun the last tile: an item taken here is lost to other CTAs.
       wait_q();
       taken = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? fetch_next(a.schedule) : 0, 0);
     }
@@ -142,7 +142,7 @@ __device__ __forceinline__ void load_kv(SharedStorage<C>& shared, const ForwardA
       const Blocks<C> own(window, tile.row + w * 64, 64, seq_q);
       own_first[w] = own.first, own_end[w] = own.end;
     }
-    // Waits for a stage to be free and pre-arrives for the consumers that skip this block.
+    // Waits for a free stage and pre-arrives for the consumers that skip this block.
     const auto acquire = [&](uint64_t* empty, int block) {
       const uint32_t barrier = address(&empty[turn % C::kStages]);
       ptx::mbarrier_sleep(barrier, (turn / C::kStages & 1) ^ 1);
@@ -173,7 +173,7 @@ __device__ __forceinline__ void load_kv(SharedStorage<C>& shared, const ForwardA
         load_boxes<typename C::KBox, sizeof(shared.v[0])>(address(shared.v[stage]), a.v, v_full,
                                                           block * C::kBlockK, tile.head_k, tile);
     }
-    // What is published is not written again before we, too, have released Q.
+    // The published record is not overwritten before this warp, too, has released Q.
     ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));
   }
 }

@@ -5,7 +5,7 @@
 
 namespace flashsci::sm90::fwd {
 
-// The blocks that each consumer sees of those that a tile loads.
+// For each consumer, the blocks that it sees among the blocks of a tile.
 template <class C>
 struct OwnBlocks {
   int first[C::kConsumers], end[C::kConsumers];
@@ -24,7 +24,7 @@ struct OwnBlocks {
   }
 };
 
-// Tells the consumers of a tile, or that there is none, and loads its Q if it sees any keys.
+// Publishes a tile, or the end, to the consumers, and loads its Q if it sees any keys.
 template <class C>
 __device__ __forceinline__ void post_tile(SharedStorage<C>& shared, const ForwardArgs& a,
                                           const uint32_t& tiles, const WorkTile& work,
@@ -54,8 +54,8 @@ __device__ __forceinline__ void post_tile(SharedStorage<C>& shared, const Forwar
   }
 }
 
-// Scheduler and producer in one warp: with one stage of Q the scheduler cannot run ahead, and at D 256
-// whatever else loads delays K and V (measured: 4 to 7 %).
+// Scheduler and producer in one warp: with one stage of Q the scheduler cannot run ahead, and at D
+// 256 a second loading warp delays K and V (measured: 4 to 7 %).
 template <class C, bool kVarlen>
 __device__ __forceinline__ void load_and_schedule(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_and_schedule(SharedStorage<C>& shared, cons
     if (ptx::elect()) {
       KvHeadCoord at(a.p, more ? work.batch_head : 0);
       const auto post = [&] { post_tile(shared, a, tiles, work, more, count, at); };
-      // Waits for a stage to be free and pre-arrives for the consumers that skip this block.
+      // Waits for a free stage and pre-arrives for the consumers that skip this block.
       const auto acquire = [&](uint64_t* empty, uint32_t at_turn, int block) {
         const uint32_t barrier = address(&empty[at_turn % C::kStages]);
         ptx::mbarrier_sleep(barrier, (at_turn / C::kStages & 1) ^ 1);
@@ -92,7 +92,8 @@ __device__ __forceinline__ void load_and_schedule(SharedStorage<C>& shared, cons
           load_bias_mask<C>(shared, a, ring, own.skipped_by(block), work.row, block, at);
       };
       int block = blocks.end - 1;
-      // With two stages of Q the next is free; the only one is freed later than a stage of K.
+      // With two stages of Q the next one is free; a single stage becomes free later than a stage
+      // of K.
       if (C::kQStages == 1 && count > 0) load_k(turn, block);
       if (!more || work.row >= 0) post();
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// The producer of bias and mask of the sm90 forward: a ring of its own, since they come from far
-// and fill more of the shared memory than K and V.
+// The producer of bias and mask of the sm90 forward, with a separate ring: they come from DRAM and
+// fill more of the shared memory than K and V.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@
 namespace flashsci::sm90::fwd {
 
 // Loads bias and mask of a tile's rows and a block's keys once their stage is free. blind:
-// consumers that will not see them.
+// consumers that do not see them.
 template <class C, class Coord>
 __device__ __forceinline__ void load_bias_mask(SharedStorage<C>& shared, const ForwardArgs& a,
                                                BiasMaskRing& ring, uint32_t skipping, int row,
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_bias_mask(SharedStorage<C>& shared, const F
   ring.next(plan);
 }
 
-// Beside `produce` (load.cuh), along the same list. One thread.
+// Runs in parallel with `produce` (load.cuh), along the same list. One thread.
 template <class C>
 __device__ __forceinline__ void stream_bias_mask(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };

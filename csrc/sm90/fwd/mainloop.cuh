@@ -1,7 +1,7 @@
 // A consumer warpgroup of the sm90 forward: 64 query rows of tile after tile, from S to the stores.
 //
-// `Consumer::run` is the loop over tiles, `step` what happens to a block of keys. Blocks come from
-// right to left; S of a block is issued together with P V of the block before, across tiles too.
+// `Consumer::run` is the loop over tiles, `step` the work on a block of keys. Blocks come from
+// right to left; S of a block is issued together with P V of the previous block, across tiles too.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -19,20 +19,20 @@
 
 namespace flashsci::sm90::fwd {
 
-// Hardware barriers, each one for every consumer; 0 is that of __syncthreads.
+// Hardware barriers, each one for every consumer; 0 belongs to __syncthreads.
 enum NamedBarrier {
   kPingpong = 1,         // + w: consumer w may issue its products
-  kRowsInitialized = 8,  // + w: the warps of consumer w compare what they have seen
+  kRowsInitialized = 8,  // + w: the warps of consumer w compare the keys they have seen
 };
 
 template <class Op, class C, bool kWindowed, bool kPlainScores, bool kVarlen>
 struct Consumer {
   static constexpr int kBlockK = C::kBlockK, kStages = C::kStages;
   static constexpr int kHeadDim = C::kHeadDim, kHeadDimV = C::kHeadDimV;
-  // Over masked and whole blocks, all of which look for the maximum: two loops spill.
+  // One loop over masked and whole blocks, all of which search for the maximum: two loops spill.
   static constexpr bool kOneLoop = kHeadDim > 128 && !kPlainScores && !C::kHasBiasMask;
   static constexpr bool kHalfBlocks = kBlockK > 32;  // a first block of half width
-  // A bias of 16 bits is fetched while the scores are computed that it is added to (measured).
+  // A 16-bit bias is fetched while its scores are computed (measured).
   static constexpr bool kFetchEarly = C::kHasBiasMask && (kHeadDim == 32 || kHeadDim == 128);
   using MmaQK = typename Op::template Wgmma<kBlockK>;
   using MmaQKHalf = typename Op::template Wgmma<kHalfBlocks ? kBlockK / 2 : kBlockK>;
@@ -42,7 +42,7 @@ struct Consumer {
   const ForwardArgs& a;
   const int w;                      // the consumer
   const int lane, warp_row;         // the warp's first row in the tile
-  const int row_in_tile;            // this lane's first
+  const int row_in_tile;            // this lane's first row
   uint64_t q_desc, k_desc, v_desc;  // of the first stages
 
   float s[kBlockK / 2];         // scores, then P
@@ -51,17 +51,17 @@ struct Consumer {
   RowStatistics rows;
   float alpha[2];
   BiasMaskRing ring;
-  uint32_t head = 0;        // K blocks behind us: they tell stage and phase of the next
-  uint32_t tiles = 0;       // tiles behind us
+  uint32_t head = 0;        // K blocks done: they give stage and phase of the next
+  uint32_t tiles = 0;       // tiles done
   uint32_t accumulate = 0;  // 0: O counts as cleared
   bool pending = false;  // P of block head - 1 waits for its product, a tile's output for its end
 
-  // Of the tile in work.
+  // Of the current tile.
   struct Work {
     const TileInfo& info;
     int row, seq_q, seq_k;     // of `info`, uniform
-    Blocks<C> own;             // that this consumer's rows see
-    int full_begin, full_end;  // keys that all of them see
+    Blocks<C> own;             // blocks that this consumer's rows see
+    int full_begin, full_end;  // keys that all of its rows see
     int block;
   };
 
@@ -96,7 +96,7 @@ struct Consumer {
   __device__ __forceinline__ void pingpong_arrive() const {
     ptx::barrier_arrive(kPingpong + (w + 1) % C::kConsumers, 256);
   }
-  // Blocks that this warpgroup's rows do not see; the producer hands them on.
+  // Skips blocks that this warpgroup's rows do not see; the producer arrives for them.
   __device__ __forceinline__ void skip(int count) {
     head += count;
 #pragma unroll 1
@@ -129,7 +129,7 @@ struct Consumer {
     ptx::wgmma_commit();
     accumulate = 1;
   }
-  // The scores of the block whose first `kCount` elements these are become P; the rest of P is 0.
+  // The scores of the block's first `kCount` elements become P; the rest of P is 0.
   template <int kCount>
   __device__ __forceinline__ void pack(const float (&scores)[kCount]) {
 #pragma unroll
@@ -180,7 +180,7 @@ struct Consumer {
     release(shared.bias_mask_empty[ring.stage]);
     ring.next(a.bias_mask);
   }
-  // What is exponentiated, out of q.k.
+  // The arguments of the exponentials, from q.k.
   template <int kCount, int kWords>
   __device__ __forceinline__ void modify_scores(float (&scores)[kCount],
                                                 uint32_t (&words)[kWords]) {
@@ -189,7 +189,7 @@ struct Consumer {
     else if constexpr (!kPlainScores)
       scale_scores(scores, a.scores);
   }
-  // Again for each mask: registers are scarce.
+  // Recomputed for each mask: registers are scarce.
   __device__ __forceinline__ Window window(const Work& work) const {
     return kVarlen ? window_of(a.p, work.info.seq_q, work.info.seq_k)
                    : window_of(a.p, a.p.seq_q, a.p.seq_k);
@@ -208,8 +208,8 @@ struct Consumer {
     mask_elements<0, kBlockK / 4>(s, work);
     mask_elements<kBlockK / 4, kBlockK / 2>(s, work);
   }
-  // Blocks are not masked, but bias or mask may have hidden all keys of a row so far: whether the
-  // maximum must be looked for.
+  // Whether the maximum must be searched for: although blocks are whole, bias or mask may have
+  // hidden all keys of a row so far.
   __device__ __forceinline__ bool rows_uninitialized(const Work& work) const {
     if constexpr (C::kOptimistic) {
       const int row = work.row + row_in_tile;
@@ -226,7 +226,7 @@ struct Consumer {
     write_output<Op, C, kVarlen>(o, of, a, tile, kVarlen ? tile.seq_q : a.p.seq_q, warp_row,
                                  shared.staging[warp_row / 16]);
   }
-  // The last product of the tile that is pending, and its output.
+  // The pending last product of the tile, and its output.
   __device__ __forceinline__ void finish(uint32_t tile) {
     const uint32_t at = head - 1;
     wait_v(at);
@@ -242,8 +242,8 @@ struct Consumer {
     release(shared.k_empty[head % kStages]);
     if (work.block == work.own.first) release(shared.q_empty[tiles % C::kQStages][w]);
   }
-  // The first block of a tile, of which `scores` are all or the first half, beside the last product
-  // of the tile before, which took its V from `pending_v`.
+  // The first block of a tile, of which `scores` are all or the first half, together with the last
+  // product of the previous tile, whose V is in `pending_v`.
   template <class Mma, int kCount>
   __device__ __forceinline__ void first_block(float (&scores)[kCount], const Work& work,
                                               uint32_t pending_v) {
@@ -267,7 +267,7 @@ struct Consumer {
     if (pending) release(shared.v_empty[pending_v % kStages]);
     pack(scores);
   }
-  // Looks for the maximum first.
+  // Searches for the maximum first.
   template <bool kMasked, class PvDone>
   __device__ __forceinline__ void softmax_careful(const Work& work, const PvDone& pv_done) {
     if constexpr (kMasked) {
@@ -280,7 +280,7 @@ struct Consumer {
     if (grew) rescale_output();
     pack(s);
   }
-  // Without looking for the maximum first: it hardly moves, and overflow shows in the sums.
+  // Does not search for the maximum first: it hardly moves, and overflow shows in the sums.
   template <class PvDone>
   __device__ __forceinline__ void softmax_optimistic(const Work& work, const PvDone& pv_done) {
     float part[4];
@@ -289,7 +289,7 @@ struct Consumer {
       ptx::schedule_fence(part[3]);
     }
     pv_done();
-    // Else ptxas releases V last, and with two stages the next V comes late.
+    // Otherwise ptxas releases V last, and with two stages the next V comes late.
     if constexpr (C::kQStages == 1) ptx::schedule_fence(a.p.seq_k);
     exponentials<false, C::kEarly, kBlockK / 2>(s, rows.row_max_log2, a.scores.exp_scale, part);
     float sum[2] = {part[0] + part[1], part[2] + part[3]};
@@ -297,7 +297,7 @@ struct Consumer {
     if (__any_sync(0xffffffffu, sum[0] > kOverflow || sum[1] > kOverflow)) {
       if (__any_sync(0xffffffffu, sum[0] > kHopeless || sum[1] > kHopeless)) {
         const int row = work.info.row + row_in_tile, key = work.block * kBlockK;
-        // Rolled where it is long.
+        // Not unrolled if it is long.
         recompute_scores<Op, C::kHasBiasMask ? 1 : kBlockK / 8>(
             s, a, work.info, row, work.seq_q, key, [&](auto& c, int n) {
               if constexpr (C::kHasBiasMask)
@@ -315,7 +315,7 @@ struct Consumer {
     rows.sum[0] += sum[0];
     rows.sum[1] += sum[1];
   }
-  // A block beside the product of the block before.
+  // A block, together with the product of the previous block.
   template <bool kMasked>
   __device__ __forceinline__ void step(const Work& work) {
     wait_k();
@@ -380,12 +380,14 @@ struct Consumer {
     if (w == C::kConsumers - 1) pingpong_arrive();
 #pragma unroll 1
     for (;; ++tiles) {
-      // With one Q stage the next Q is not there yet: the last product and the output hide its load.
+      // With one Q stage the next Q has not arrived yet: the last product and the output hide its
+      // load.
       if (C::kQStages == 1 && pending) finish(tiles - 1);
       const uint32_t q_stage = tiles % C::kQStages;
       wait(shared.q_full[q_stage][w], tiles / C::kQStages);
       const TileInfo& info = shared.tile_info[tiles % kTileSlots];
-      // The same in all lanes, which only redux tells the compiler: wgmma wants uniform flow.
+      // Equal in all lanes, which the compiler learns only from redux: wgmma needs uniform control
+      // flow.
       const int row = ptx::redux_max(info.row);
       if (row < 0) break;
       const int seq_q = kVarlen ? ptx::redux_max(info.seq_q) : a.p.seq_q;
@@ -396,7 +398,7 @@ struct Consumer {
       Work work{info, row, seq_q, seq_k, Blocks<C>(seen, first_row, 64, seq_q)};
       const bool nothing = work.own.first >= work.own.end;
       if (nothing) work.own.first = work.own.end = blocks.first;
-      // One skipped block may overtake a pending product, more would wait for the stage it holds.
+      // One skipped block may overtake a pending product; more would wait for the stage it holds.
       const int ahead = blocks.end - work.own.end;
       if (pending && (nothing || ahead >= kStages)) finish(tiles - 1);
       const uint32_t pending_v = head - 1;
@@ -435,13 +437,13 @@ struct Consumer {
     }
     if (pending) finish(tiles - 1);
     ptx::bulk_wait_read<0>();
-    if (w == 0) pingpong_wait();  // the last turn handed round, so that the barrier ends balanced
+    if (w == 0) pingpong_wait();  // takes the last turn, so that the barrier ends balanced
   }
 };
 
 template <class Op, class C, bool kWindowed, bool kPlainScores, bool kVarlen>
 __device__ __forceinline__ void consume(SharedStorage<C>& shared, const ForwardArgs& a, int w) {
-  // In a uniform register, and with it the addresses that follow: else windows spill.
+  // In a uniform register, and so are the addresses computed from it: otherwise windows spill.
   if constexpr (C::kHeadDim == 256) w = ptx::redux_max(w);
   Consumer<Op, C, kWindowed, kPlainScores, kVarlen>(shared, a, w).run();
 }

@@ -1,4 +1,4 @@
-// The sm90 forward exponentiates before it knows a block's maximum; this mends what overflowed.
+// The sm90 forward exponentiates before it knows a block's maximum; this file repairs overflow.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +7,7 @@
 
 namespace flashsci::sm90::fwd {
 
-// P has grown large against an offset of earlier blocks: a power of two less of everything.
+// P is large against an offset of earlier blocks: everything is reduced by a power of two.
 template <int kCount>
 __device__ __forceinline__ void follow_growth(float (&p)[kCount], RowStatistics& rows,
                                               float (&sum)[2], float (&alpha)[2]) {

@@ -1,13 +1,13 @@
-// Which query tiles a CTA works on, in which order. Its producer walks the list and posts every
+// The query tiles that a CTA works on, and their order. Its producer walks the list and posts every
 // tile to the consumers.
 //
-// Tiles of one cost (no causal mask): item i is tile i % tiles of head i / tiles, CTA c takes
-// c, c + grid, ...; the tiles of a head come together, so that its K and V stay in L2.
-// Causal tiles grow with their position. With a counter in the workspace, CTAs take the next
-// item as they become free: groups of heads whose K and V fit L2, in a group the longest first.
-// Without one, item 2 u + half is a tile of unit u, all units cost the same: the longest tile of
-// one head and the shortest of the next, the second longest and the second shortest, ... Packed:
-// item i is slot i % tiles (core/varlen.cuh) of head i / tiles.
+// Tiles of one cost (no causal mask): item i is tile i % tiles of head i / tiles, CTA c takes c, c
+// + grid, ...; the tiles of a head come together, so that its K and V stay in L2. Causal tiles grow
+// with their position. With a counter in the workspace, CTAs take the next item as they become
+// free: groups of heads whose K and V fit L2, in a group the longest first. Without one, item 2 u +
+// half is a tile of unit u. All units cost the same: the longest tile of one head and the shortest
+// of the next, the second longest and the second shortest, ... Packed: item i is slot i % tiles
+// (core/varlen.cuh) of head i / tiles.
 #pragma once
 #include <cstdint>
 
@@ -31,7 +31,7 @@ struct SchedulePlan {
 
 // A query tile of one sequence.
 struct WorkTile {
-  int row;              // first query row in its sequence; < 0: nothing to do
+  int row;              // first query row in its sequence; < 0: no work
   uint32_t batch_head;  // index of (batch0, batch1, head)
   int first_q, seq_q;   // the sequence's rows (dense: 0 and the parameter)
   int first_k, seq_k;   // its keys
@@ -41,7 +41,7 @@ __device__ __forceinline__ uint32_t first_item(const SchedulePlan& plan) {
   return plan.order == Order::kBalanced ? 2 * blockIdx.x : blockIdx.x;
 }
 
-// The item after `item`; taken: what the counter gave, if there is one.
+// The item after `item`; taken: the value from the counter, if there is one.
 __device__ __forceinline__ uint32_t next_item(const SchedulePlan& plan, uint32_t item,
                                               uint32_t taken) {
   if (plan.counter != nullptr) return gridDim.x + taken;
@@ -57,7 +57,7 @@ __device__ __forceinline__ WorkTile find_work(const SchedulePlan& plan,
   WorkTile work;
   uint32_t index;  // tile of the head, or slot
   if (!kVarlen && plan.order == Order::kBalanced) {
-    // Turned by one from round to round: the units of a CTA are not all of one position.
+    // Rotated by one from round to round, so that the units of a CTA have different positions.
     const uint32_t unit = item / 2, half = item % 2, two_heads = unit / tiles;
     const uint32_t m = (unit - two_heads * tiles + two_heads * tiles / gridDim.x) % tiles;
     index = half == 0 ? tiles - 1 - m : m;

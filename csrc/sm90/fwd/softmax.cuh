@@ -1,4 +1,5 @@
-// What a consumer of the sm90 forward does to scores, beside core/lazy_softmax.cuh: masks, and what is too large.
+// Score operations of a consumer of the sm90 forward, in addition to core/lazy_softmax.cuh: masks,
+// and limits.
 #pragma once
 #include <cstdint>
 
@@ -30,9 +31,9 @@ __device__ __forceinline__ void mask_scores(float (&s)[kCount], const Window& wi
   }
 }
 
-// A lane's sum of one block beyond which the offset must follow: P stays inside fp16.
+// The limit of a lane's sum of one block, beyond which the offset must follow: P stays inside fp16.
 inline constexpr float kOverflow = 32768.f;
-// And from which on P is computed again: it has overflowed, or its offset is so large that it
+// The limit from which P is computed again: it has overflowed, or its offset is so large that it
 // cannot follow by small steps.
 inline constexpr float kHopeless = 1 << 26;
 

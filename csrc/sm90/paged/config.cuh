@@ -1,4 +1,4 @@
-// Paged attention on Hopper: its ring, its registers, and what it waits with.
+// Paged attention on Hopper: its ring, its registers, and its waiting instructions.
 #pragma once
 #include <cstdint>
 
@@ -32,11 +32,11 @@ struct Isa {
 struct E4m3 : Narrow<ptx::cvt_f16x4_e4m3> {};
 struct E5m2 : Narrow<ptx::cvt_f16x4_e5m2> {};
 
-// Keys of a block. bytes: of an element of the caches.
+// Keys per block. bytes: of an element of the caches.
 constexpr int block_of(int head_dim, int bytes) { return bytes == 1 ? 128 : 8192 / head_dim; }
 
-// kJoined: a copy takes both boxes of its rows, whose 256 bytes are then asked for together; heads of
-// other sizes would have it read what is not theirs.
+// kJoined: a copy takes both boxes of its rows, so that their 256 bytes are requested together;
+// with other head dims it would read beyond the head.
 template <int kHeadDim, int kBytes, bool kJoined = false>
 struct Tiling : Shape<kHeadDim, kBytes, block_of(kHeadDim, kBytes), kJoined> {
   using Base = Shape<kHeadDim, kBytes, block_of(kHeadDim, kBytes), kJoined>;
@@ -46,29 +46,30 @@ struct Tiling : Shape<kHeadDim, kBytes, block_of(kHeadDim, kBytes), kJoined> {
   static constexpr bool kKeepsQ = kHeadDim <= 128;
   static constexpr bool kSharesLast = kHeadDim <= 128;
   static constexpr int kSlices = 1, kSumColumns = Base::kColumns;
-  static constexpr int kAlignment = 1024;  // TMA's swizzles repeat themselves so
-  // Up to head dim 128, what these threads leave of the registers is enough for a CTA of
-  // combine_kernel, which then waits beside this one.
+  static constexpr int kAlignment = 1024;  // the period of TMA's swizzles
+  // Up to head dim 128, the registers that these threads leave are enough for a CTA of
+  // combine_kernel, which then waits on the same SM.
   static constexpr bool kLeavesRoom = kHeadDim <= 128;
-  // Of a thread when it begins: the most that so many threads share, which its launch bounds say.
+  // Registers of a thread at the start: the most that this number of threads can have, as the
+  // launch bounds say.
   static constexpr int kRegisters = kLeavesRoom ? 128 : 168;
   static constexpr int kBound = 65536 / kRegisters / 128 * 128;
-  // They move by warpgroups.
+  // Registers move by warpgroups.
   static constexpr int kComputingRegisters = kLeavesRoom ? 160 : 216;
   static constexpr int kLoadingRegisters = kLeavesRoom ? 64 : 72;
   static_assert(kComputingThreads * kComputingRegisters + 128 * kLoadingRegisters <=
                     kThreads * kRegisters,
                 "a warp that asks for more waits for ever");
   static constexpr int kRowCopies = kJoined ? 1 : Base::kBoxes;
-  static constexpr int kCopies = Base::kBlockK / kSmallPage * kRowCopies;  // of a block, at most
-  static constexpr int kAhead = kBytes == 1 ? 3 : 8;  // blocks whose pages are looked up before
+  static constexpr int kCopies = Base::kBlockK / kSmallPage * kRowCopies;  // per block, at most
+  static constexpr int kAhead = kBytes == 1 ? 3 : 8;  // blocks whose pages are looked up in advance
   static_assert(kCopies <= 32, "a lane of the loading warps for each copy");
   static_assert(Base::kBoxBytes == CacheBox::kBytes, "a barrier expects what is loaded");
 };
 
 struct alignas(128) MappedArgs : Args {
   CUtensorMap k, v;  // boxes of box_rows rows
-  int box_rows;      // rows of a page that one copy takes
+  int box_rows;      // rows of a page per copy
 };
 
 }  // namespace flashsci::sm90::paged

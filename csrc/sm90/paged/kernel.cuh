@@ -2,20 +2,20 @@
 // dtype of the queries or of 8-bit floats.
 //
 // Maths     That of fwd/kernel.cuh; a sink adds one logit to each row's sum. 8-bit floats are widened
-//           to fp16, and Q and P are fp16 there whatever the dtype of the call is (queries.cuh);
+//           to fp16, and Q and P are then fp16 for calls of any dtype (queries.cuh);
 //           their scales multiply scores and output in fp32.
-// Work      Rows are (query, head of the group) pairs, 64 to a tile, so that a sequence that decodes
+// Work      Rows are (query, head of the group) pairs, 64 per tile, so that a decoding sequence
 //           reads its keys once for all heads that share them. plan.cuh finds the tiles and the
-//           blocks of keys that each sees, from lengths on the device; the blocks of all tiles in a
+//           blocks of keys that each sees, from lengths on the device. The blocks of all tiles in a
 //           row, for one head after the other, are cut into equal runs, one for each CTA, and
-//           combine_kernel puts together what was cut.
-// Roles     Warps 0 - 7 compute, each with mma.sync on 16 rows and its own keys: with 16 rows at
-//           most an eighth of them, with 64 a half. Warp 8 loads K, warp 9 V, warp 10 finds what
-//           tile is next and loads its Q, warp 11 puts tiles of few rows together.
+//           combine_kernel combines the pieces of cut tiles.
+// Roles     Warps 0 - 7 compute, each with mma.sync on 16 rows and its own keys: an eighth of them
+//           for 16 rows or fewer, a half for 64. Warp 8 loads K, warp 9 V, warp 10 finds the next
+//           tile and loads its Q, warp 11 merges tiles of few rows.
 // Shared    Two tiles of Q (one at head dim 256), a ring of K and V [stage][kColumns][kBlockK rows] in
 //           swizzled boxes, and the warps' sums at the end of a tile: `Storage`.
 // Pages     A lane of a loading warp looks up the page of the rows that it copies, some blocks ahead.
-//           A copy takes as many rows as pages and blocks have in common, 16 at least.
+//           A copy takes the rows that pages and blocks have in common, 16 at least.
 // Limits    Memory. Prompts are right, but slow.
 #pragma once
 #include <cuda_runtime.h>
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(C::kBound, 1) paged_kernel(const __grid_consta
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  C::Isa::wait_for_prerequisites();  // the plan, or whatever was before
-  // Only now: combine_kernel writes before it waits for this one.
+  C::Isa::wait_for_prerequisites();  // the plan, or the previous kernel in the stream
+  // Only now: combine_kernel writes before it waits for this kernel.
   C::Isa::launch_dependents();
   for_run(shared, a, [&](const Cursor& cursor, const Runs& runs) {
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);

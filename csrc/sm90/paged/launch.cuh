@@ -23,7 +23,7 @@ cudaError_t fill_maps(MappedArgs& a, const MapElement& element) {
   a.box_rows = std::gcd(p.page, C::kBlockK);
   const auto map = [&](CUtensorMap* to, const void* cache, int columns, int64_t row, int64_t head,
                        int64_t page) {
-    if constexpr (C::kJoined)  // lines of a row in the place of rows
+    if constexpr (C::kJoined)  // lines of a row take the place of rows
       return encode_map(
           to, cache, element, C::CacheBox::kColumns,
           {{C::kBoxes, p.page, p.heads_k, p.pages}, {C::CacheBox::kColumns, row, head, page}},
@@ -37,12 +37,12 @@ cudaError_t fill_maps(MappedArgs& a, const MapElement& element) {
   return error;
 }
 
-// What core/paged/host.cuh asks of a generation.
+// The interface that core/paged/host.cuh requires of a generation.
 struct Generation {
   using E4m3 = paged::E4m3;
   using E5m2 = paged::E5m2;
   static constexpr auto block_of = paged::block_of;
-  // What its copies do not take has no map.
+  // Caches that its copies cannot read have no map.
   static bool takes_caches(const FlashsciPagedParams&, int) { return true; }
 
   template <class Op, class Format, int kHeadDim>

@@ -12,17 +12,17 @@
 
 namespace flashsci::sm90::paged {
 
-// What a lane of a loading warp copies of a block: box_rows rows of a box's columns, joined of all.
+// A lane's copy of a block: box_rows rows of a box's columns, or of all columns if joined.
 template <class C>
 struct Copy {
   const MappedArgs& a;
-  const int box, columns;  // which rows and columns
+  const int box, columns;  // its rows and columns
   __device__ __forceinline__ explicit Copy(const MappedArgs& a_)
       : a(a_), box(threadIdx.x % 32 / C::kRowCopies), columns(threadIdx.x % 32 % C::kRowCopies) {}
   __device__ __forceinline__ int key(const Cursor& cursor) const {
     return (cursor.slot.first_block + cursor.block) * C::kBlockK + box * a.box_rows;
   }
-  // The others hold what they held: nothing counts beyond the last key.
+  // The other rows keep old contents: nothing counts beyond the last key.
   __device__ __forceinline__ bool has_keys(const Cursor& cursor) const {
     return box * a.box_rows < C::kBlockK && key(cursor) < cursor.slot.seq_k;
   }

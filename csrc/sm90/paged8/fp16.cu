@@ -6,7 +6,7 @@ namespace {
 
 using flashsci::sm90::paged::Generation;
 
-// By its name profilers tell this unit's kernels from those of paged.
+// Profilers tell this unit's kernels from those of paged by this name.
 struct Op8 : flashsci::Float16 {};
 
 }  // namespace

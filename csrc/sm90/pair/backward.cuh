@@ -1,15 +1,15 @@
-// The gradients of attention in fp32 with a bias whose heads lie side by side.
+// The gradients of attention in fp32 with a bias whose heads are neighbours in memory.
 //
 // Maths     P = exp(scale Q K^T + bias - lse), dP = dO V^T, dS = P (dP - delta): dbias = dS,
 //           dQ = scale dS K, dK = scale dS^T Q, dV = P^T dO.
 // Roles     Two kinds of clusters in one launch, each with kRows rows of some heads. Those of
 //           queries go through blocks of keys as in forward.cuh, for dQ and dbias; those of keys
-//           through blocks of queries, for dK and dV. So S and dP are computed twice, and nothing
-//           is added up in memory: results are the same from run to run.
-// Shared    Q and dO, or K and V; stages of the others, bias and statistics, then the parts of a
-//           gradient: `Storage` (config.cuh).
-// Pipeline  As forward.cuh; dS leaves by TMA from where its bias was.
-// Limits    As forward.cuh.
+//           through blocks of queries, for dK and dV. So S and dP are computed twice, and no sums
+//           are made in global memory: results are the same from run to run.
+// Shared    Q and dO, or K and V; stages of the others, bias and statistics, then the partial sums
+//           of a gradient: `Storage` (config.cuh).
+// Pipeline  As in forward.cuh; TMA stores dS from the place of its bias.
+// Limits    As in forward.cuh.
 #pragma once
 #include <cuda_runtime.h>
 #include <cstddef>
@@ -46,7 +46,7 @@ struct BackwardBlock {
                                            uint32_t tiles)
       : p(p), plan(plan), maps(maps), shared(shared), place(cluster, tiles, p.heads_q, p.batch1) {}
 
-  // What a CTA keeps, rows from `row` on of two tensors.
+  // The CTA's own data: rows from `row` on of two tensors.
   __device__ __forceinline__ void copy_own(const CUtensorMap& first, const CUtensorMap& second,
                                            int row) const {
     if (threadIdx.x != 0) return;
@@ -113,7 +113,7 @@ struct BackwardBlock {
               s[head][i / 4][i % 4] *= dp[i / 4][i % 4] + of_row[head][i % 4 / 2].y;
             multiply<kDim>(dq[head], s[head], w.block_rows<kDim>(stage, head));
           }
-          if (p.dbias != nullptr) {  // from where the bias was
+          if (p.dbias != nullptr) {  // from the place of the bias
             write_cells(s, stage + kCells, w);
             ptx::fence_proxy_async();
             __syncthreads();
@@ -136,7 +136,7 @@ struct BackwardBlock {
     const uint32_t v = own + C::kBoxBytes;
     copy_own(maps.k, maps.v, first_key);
     ptx::wait_for_prerequisites();
-    ptx::fence_proxy_async_global();  // statistics are copied
+    ptx::fence_proxy_async_global();  // statistics are read by copies
     const float2* statistics =
         plan.statistics + (int64_t{place.batch} * p.heads_q + place.head) * plan.statistics_rows;
     const uint8_t shown[2] = {keys(first_key + w.row + w.group),

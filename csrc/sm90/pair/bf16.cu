@@ -1,4 +1,4 @@
-// bf16 instances of attention with a bias whose heads lie side by side.
+// bf16 instances of attention with a bias whose heads are neighbours in memory.
 #include "../../core/dtype_bf16.cuh"
 #include "../../ptx/mma_bf16_k8.cuh"
 #include "half/launch.cuh"

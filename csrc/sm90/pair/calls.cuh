@@ -1,5 +1,5 @@
-// The host side that kernels of all dtypes have in common: which calls they take, how many CTAs
-// make a cluster, and the workspace.
+// The host side that kernels of all dtypes have in common: the calls they take, the number of CTAs
+// in a cluster, and the workspace.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -11,19 +11,19 @@
 
 namespace flashsci::sm90::pair {
 
-inline constexpr int kRowThreads = 256, kRowLanes = 4;        // of the kernel of statistics
+inline constexpr int kRowThreads = 256, kRowLanes = 4;        // in the statistics kernel
 inline constexpr int kRowsOfBlock = kRowThreads / kRowLanes;  // of one head
 static_assert(kRowsOfBlock % kRows == 0, "blocks end where statistics do");
 
-// Whether heads are neighbours, every pair has values of its own, and quads of them are whole.
+// Whether heads are neighbours, every pair has its own values, and the heads divide into quads.
 inline bool by_quads(const void* data, const FlashsciScoreStrides& s) {
   return s.head == 1 && s.row != 0 && s.column > 1 &&
          (s.batch0 | s.batch1 | s.row | s.column) % 4 == 0 &&
          reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
-// What forward and backward ask alike. A bias that batches share is small beside them: a copy of it
-// costs little, and its gradient is a sum.
+// The conditions that forward and backward share. A bias that batches share is comparatively small:
+// its copy is cheap, and its gradient is a sum.
 template <class Params>
 bool takes(const Params& p) {
   const FlashsciScoreStrides &bias = p.bias_mask.bias_strides, &mask = p.bias_mask.mask_strides;
@@ -37,8 +37,8 @@ bool takes(const Params& p) {
 
 inline int64_t tiles_of(int rows) { return (int64_t{rows} + kRows - 1) / kRows; }
 
-// CTAs of a cluster, which share the blocks of `rows` among them: as many as there are
-// multiprocessors for. (Of clusters of 8 not all that number run at a time: GPCs have 16 or 18.)
+// CTAs per cluster, which share the blocks of `rows`: the number that the multiprocessors can hold.
+// (Of clusters of 8 not so many run at a time: a GPC has 16 or 18 multiprocessors.)
 inline int cluster_size(int64_t clusters, int rows, int device) {
   int size = 1;
   while (size < kMostCtas && 2 * size <= tiles_of(rows) &&
@@ -47,8 +47,7 @@ inline int cluster_size(int64_t clusters, int rows, int device) {
   return size;
 }
 
-// Clusters that go through blocks of `rows` in all. beside: before the kernel that precedes them
-// ends.
+// Launches clusters for `rows` in all. beside: whether to start before the preceding kernel ends.
 template <auto kKernel, class... Arguments>
 cudaError_t launch_clusters(int64_t clusters, int rows, int threads, int shared, bool beside,
                             int device, cudaStream_t stream, const Arguments&... arguments) {
@@ -80,7 +79,7 @@ constexpr int shared_of() {
   return sizeof(Storage) + 1024;
 }
 
-// Of a head in the workspace.
+// Rows per head in the workspace.
 inline int64_t statistics_rows(int seq_q) {
   return (int64_t{seq_q} + kRowsOfBlock - 1) / kRowsOfBlock * kRowsOfBlock;
 }

@@ -1,4 +1,5 @@
-// From what each warp has of the rows of a CTA, and each CTA of a cluster, to results in memory.
+// From partial results of the warps of a CTA, and of the CTAs of a cluster, to results in global
+// memory.
 #pragma once
 #include <cstdint>
 
@@ -11,8 +12,8 @@ namespace flashsci::sm90::pair {
 template <int kDim>
 using Sums = float[kQuad][kDim / 8][4];
 
-// Calls each(head, half, d, place) for all pairs of neighbours that a lane has, rows g and g + 8,
-// with their place in a Partial.
+// Calls each(head, half, d, place) for all pairs of neighbours of a lane, rows g and g + 8, with
+// their place in a Partial.
 template <int kDim, class Each>
 __device__ __forceinline__ void for_places(Partial<kDim>& partial, const Warp& w, Each&& each) {
 #pragma unroll
@@ -26,7 +27,7 @@ __device__ __forceinline__ void for_places(Partial<kDim>& partial, const Warp& w
                  partial.x[w.quad + head][w.row + half * 8 + w.group][d * 8 + w.lane * 2]));
 }
 
-// x of the warps of each half of the rows of stages becomes their sum, in the first Partial.
+// Adds x of the warps of both halves of the stages' rows; the sum is in the first Partial.
 template <class C>
 __device__ __forceinline__ void add_halves(Storage<C>& shared, Sums<C::kDim>& x, const Warp& w) {
   if (w.half == 1)
@@ -43,8 +44,8 @@ __device__ __forceinline__ void add_halves(Storage<C>& shared, Sums<C::kDim>& x,
   });
 }
 
-// What another largest score makes of the exponentials of a part: what they are relative to is the
-// product as it was rounded (core/softmax.cuh).
+// The factor of a part's exponentials for another largest score: they are relative to the rounded
+// product (core/softmax.cuh).
 __device__ __forceinline__ float weight_of(float own, float maximum) {
   const float offset = __fmul_rn(own, kLog2e), most = __fmul_rn(maximum, kLog2e);
   const bool exact = fabsf(offset) > kExactExponent || fabsf(most) > kExactExponent;
@@ -52,9 +53,9 @@ __device__ __forceinline__ float weight_of(float own, float maximum) {
   return own == -INFINITY ? 0.f : ptx::ex2_approx(exponent);
 }
 
-// Calls each(head, row, column, x) for four numbers of a result at a time, those of this CTA, with
-// what all CTAs of the cluster have of it; weights(head, row, column, size, weight) finds what to
-// multiply theirs by: 0 from `size` on.
+// Calls each(head, row, column, x) for four numbers of a result of this CTA at a time, summed over
+// all CTAs of the cluster. weights(head, row, column, size, weight) finds the factors of the CTAs:
+// 0 from `size` on.
 template <class C, class Weights, class Each>
 __device__ __forceinline__ void for_sums(Storage<C>& shared, Weights&& weights, Each&& each) {
   constexpr int kPieces = C::kDim / 4;
@@ -63,7 +64,7 @@ __device__ __forceinline__ void for_sums(Storage<C>& shared, Weights&& weights, 
   for (int i = rank * kThreads + threadIdx.x; i < kHeads * kRows * kPieces; i += size * kThreads) {
     const int column = i % kPieces * 4, row = i / kPieces % kRows, head = i / (kPieces * kRows);
     const uint32_t place = ptx::shared_address(&shared.partial[0].x[head][row][column]);
-    // All loads at a time: of a CTA that there is not, once more of the last, times 0.
+    // All loads are issued together: a CTA that does not exist repeats the last one, times 0.
     float4 x[kMostCtas], sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int r = 0; r < kMostCtas; ++r)
@@ -79,8 +80,8 @@ __device__ __forceinline__ void for_sums(Storage<C>& shared, Weights&& weights, 
   }
 }
 
-// A gradient of rows from `first` on, factor times what the warps of the cluster have of it. All of
-// them come here, with the stages free.
+// A gradient of rows from `first` on: factor times the sum over the warps of the cluster. All of
+// them call it, when the stages are free.
 template <class C>
 __device__ __forceinline__ void write_gradient(Storage<C>& shared, Sums<C::kDim>& x, const Warp& w,
                                                float factor, float* __restrict__ target,
@@ -99,7 +100,7 @@ __device__ __forceinline__ void write_gradient(Storage<C>& shared, Sums<C::kDim>
           *reinterpret_cast<float4*>(target + head * strides.head + (first + row) * strides.row +
                                      column) = sum;
       });
-  ptx::cluster_sync_relaxed();  // everybody has read
+  ptx::cluster_sync_relaxed();  // all CTAs have read
 }
 
 }  // namespace flashsci::sm90::pair

@@ -1,11 +1,11 @@
-// Attention in fp32 with a bias of its own for every pair and head whose heads lie side by side in
-// memory, [.., Sq, Sk, H], as a Linear over pairs leaves it: what its kernels have in common.
+// The common part of the kernels of attention in fp32 with a separate bias for every pair and head,
+// whose heads are neighbours in memory, [.., Sq, Sk, H], the output layout of a Linear over pairs.
 //
-// Such a bias is as large as all scores. Kernels for which keys are neighbours need a copy first
-// and another one of the gradient; they take as long as the attention itself. Here a CTA works on
-// eight heads at a time, so that what it reads of a pair is a sector, and a lane has the scores of
-// four heads for its pairs. That leaves few rows for a CTA; those of a cluster share the others'
-// side among them and add up what they have.
+// Such a bias is as large as all scores. Kernels that need keys to be neighbours need a copy first
+// and another one of the gradient, each as long as the attention itself. Here a CTA works on eight
+// heads at a time, so that its read of a pair is a whole sector, and a lane has the scores of four
+// heads for its pairs. That leaves few rows for a CTA; the CTAs of a cluster share the other side
+// among them and add up their results.
 #pragma once
 #include <cuda.h>
 
@@ -16,18 +16,19 @@
 
 namespace flashsci::sm90::pair {
 
-inline constexpr int kHeads = 8, kQuad = 4;  // heads of a CTA, and of a warp
-inline constexpr int kRows = 32;             // rows of a CTA, queries or keys, and of a stage
-inline constexpr int kWarpRows = 16;         // rows of a warp on either side
+inline constexpr int kHeads = 8, kQuad = 4;  // heads per CTA, and per warp
+inline constexpr int kRows = 32;             // rows per CTA, queries or keys, and per stage
+inline constexpr int kWarpRows = 16;         // rows per warp on either side
 // A warp has one half of the CTA's rows, of its heads, and of the rows of a stage.
 inline constexpr int kWarps = 8, kThreads = kWarps * 32;
-inline constexpr int kMostCtas = 4;  // of a cluster
-// What is copied of a pair. (Of boxes whose inner dimension has 16 bytes TMA reports the end too
-// early.)
+inline constexpr int kMostCtas = 4;  // per cluster
+// The heads of a pair that are copied. (For boxes whose inner dimension has 16 bytes TMA reports
+// completion too early.)
 inline constexpr int kCellBytes = kHeads * 4;
-inline constexpr int kSharedBytes = 227 * 1024;  // what Hopper has for a CTA
+inline constexpr int kSharedBytes = 227 * 1024;  // Hopper's limit for a CTA
 
-// A block of what a CTA goes through: of the pairs, all others of one of its rows side by side.
+// A block of the other side: the pairs of one of the CTA's rows with all rows of the block are
+// neighbours.
 template <int kDim>
 struct alignas(1024) Stage {
   float first[kHeads][kRows][kDim];   // K, or Q
@@ -36,15 +37,15 @@ struct alignas(1024) Stage {
   float2 statistics[kHeads][kRows];  // of queries
 };
 
-// What there is of the rows of a CTA, to be added up; and of the forward the largest score of a row
-// and the sum of its exponentials.
+// Partial results of the CTA's rows, to be added up; the forward also has the largest score of a
+// row and the sum of its exponentials.
 template <int kDim>
 struct Partial {
   float x[kHeads][kRows][kDim + 4];
   float2 maximum_sum[kHeads][kRows];
 };
 
-// kOwn: tensors of which a CTA keeps its rows: Q (and dO), or K and V.
+// kOwn: tensors whose rows the CTA keeps: Q (and dO), or K and V.
 template <int kDim_, int kOwn_>
 struct Tiling {
   static constexpr int kDim = kDim_, kOwn = kOwn_;
@@ -59,14 +60,14 @@ struct alignas(1024) Storage {
   unsigned char own[C::kOwn][C::kBoxBytes];
   union {
     Stage<C::kDim> stage[C::kStages];
-    Partial<C::kDim> partial[2];  // of each half of the rows of stages
+    Partial<C::kDim> partial[2];  // one for each half of the stages' rows
   };
   uint64_t copied[C::kStages], own_copied;  // mbarriers
 };
 
 struct Maps {
   CUtensorMap q, k, v, dout;
-  // All keys of a query side by side, or all queries of a key.
+  // All keys of a query are neighbours, or all queries of a key.
   CUtensorMap bias, dbias, bias_of_keys;
 };
 

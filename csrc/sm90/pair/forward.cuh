@@ -1,12 +1,11 @@
-// Forward attention in fp32 with a bias whose heads lie side by side.
+// Forward attention in fp32 with a bias whose heads are neighbours in memory.
 //
 // Maths     S = scale Q K^T + bias, P = exp(S - max), O = P V / sum P, lse = max + log sum P.
-// Roles     A cluster has kRows queries of kHeads heads, and each of its CTAs every so many-th
-//           block of keys. A warp has half of the queries, of the heads and of the keys of a block.
-//           At the end warps and CTAs add up what they have.
-// Shared    Q; stages of K, V and bias, then the parts of the output: `Storage` (config.cuh).
-// Pipeline  TMA, as many blocks ahead as there are stages but one (pipeline.cuh); one barrier a
-//           block.
+// Roles     A cluster has kRows queries of kHeads heads; CTA r of n takes blocks of keys r, r + n,
+//           ... A warp has half of the queries, of the heads and of the keys of a block. At the end
+//           warps and CTAs add up their results.
+// Shared    Q; stages of K, V and bias, then the partial outputs: `Storage` (config.cuh).
+// Pipeline  TMA runs ahead by the number of stages minus one (pipeline.cuh); one barrier a block.
 // Limits    Latency of a few blocks, and the sums of a cluster.
 #pragma once
 #include <cuda_runtime.h>
@@ -50,13 +49,13 @@ struct ForwardRows {
         s[head][n][e] = shown(n, e) ? score : -INFINITY;
       }
     }
-    // Of all heads at a time: the compiler moves nothing across its branches.
+    // All heads at a time: the compiler moves nothing across its branches.
     online_softmax_lazily(s, o, row_max, row_sum, kLog2e);
 #pragma unroll
     for (int head = 0; head < kQuad; ++head)
       multiply<kDim>(o[head], s[head], w.block_rows<kDim>(stage + kV, head));
   }
-  // What both halves of the warps have, in the first Partial.
+  // Adds the results of both halves of the warps, in the first Partial.
   __device__ __forceinline__ void add_halves(Storage<C>& shared, const Warp& w) {
     const auto statistics = [&](int part, int head, int half) -> float2& {
       return shared.partial[part].maximum_sum[w.quad + head][w.row + half * 8 + w.group];
@@ -73,7 +72,7 @@ struct ForwardRows {
     }
     __syncthreads();
     if (w.half == 1) return;
-    float own[kQuad][2], other[kQuad][2];  // what to multiply the halves by
+    float own[kQuad][2], other[kQuad][2];  // factors of the halves
 #pragma unroll
     for (int i = 0; i < kQuad * 2; ++i) {
       const int head = i / 2, half = i % 2;
@@ -159,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           *reinterpret_cast<float4*>(out + head * p.out_strides.head +
                                      (first_query + row) * p.out_strides.row + column) = sum;
       });
-  ptx::cluster_sync_relaxed();  // everybody has read
+  ptx::cluster_sync_relaxed();  // all CTAs have read
 }
 
 }  // namespace flashsci::sm90::pair

@@ -1,4 +1,4 @@
-// fp16 instances of attention with a bias whose heads lie side by side.
+// fp16 instances of attention with a bias whose heads are neighbours in memory.
 #include "../../core/dtype_f16.cuh"
 #include "../../ptx/mma_f16_k8.cuh"
 #include "half/launch.cuh"

@@ -1,4 +1,4 @@
-// fp32 instances of attention with a bias whose heads lie side by side.
+// fp32 instances of attention with a bias whose heads are neighbours in memory.
 #include "launch.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900

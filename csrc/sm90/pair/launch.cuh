@@ -15,7 +15,7 @@
 
 namespace flashsci::sm90::pair {
 
-// Rows of 16-byte pieces.
+// Whether rows consist of 16-byte pieces.
 inline bool by_pieces(const void* data, const FlashsciStrides& s) {
   return (s.batch0 | s.batch1 | s.head | s.row) % 4 == 0 &&
          reinterpret_cast<uintptr_t>(data) % 16 == 0;

@@ -1,4 +1,4 @@
-// What a CTA copies, and how a lane sees the pairs.
+// The copies of a CTA, and the pairs as a lane sees them.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace flashsci::sm90::pair {
 
-// Which heads of which batch a cluster works on, and on which tile of their rows.
+// The heads and batch entry of a cluster, and the tile of their rows.
 struct Place {
-  uint32_t tile, batch, batch0, batch1, head;  // head: the first
+  uint32_t tile, batch, batch0, batch1, head;  // head: the first of them
 
   __device__ __forceinline__ Place(uint32_t cluster, uint32_t tiles, int heads, int64_t batches1) {
     const uint32_t groups = heads / kHeads, group = cluster / tiles;
@@ -29,7 +29,7 @@ struct Place {
     return static_cast<float*>(data) + batch0 * strides.batch0 + batch1 * strides.batch1 +
            head * strides.head;
   }
-  // A box of rows of all heads, by one thread; zeros past the last row and column.
+  // Copies a box of rows of all heads, in one thread; zeros past the last row and column.
   __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int row,
                                            uint32_t barrier) const {
     ptx::tma_load_5d(target, &map, barrier, 0, row, head, batch1, batch0);
@@ -39,12 +39,12 @@ struct Place {
 // A warp's part of the work.
 struct Warp {
   const int warp = threadIdx.x / 32;
-  const int row = warp % 2 * kWarpRows;                           // its first of the CTA's
+  const int row = warp % 2 * kWarpRows;                           // its first row in the CTA
   const int quad = warp / 2 % 2 * kQuad;                          // its first head
-  const int half = warp / 4;                                      // its rows of a stage
+  const int half = warp / 4;                                      // its half of a stage's rows
   const int group = threadIdx.x / 4 % 8, lane = threadIdx.x % 4;  // of score fragments
 
-  // Where its rows of a head begin, in what the CTA keeps and in a stage.
+  // The offsets of its rows of a head, in the CTA's own data and in a stage.
   template <int kDim>
   __device__ __forceinline__ uint32_t own_rows(uint32_t box, int head) const {
     return box + ((quad + head) * kRows + row) * kDim * 4;
@@ -53,15 +53,15 @@ struct Warp {
   __device__ __forceinline__ uint32_t block_rows(uint32_t box, int head) const {
     return box + ((quad + head) * kRows + half * kWarpRows) * kDim * 4;
   }
-  // Of element (n, e) of a lane's score fragment: its place among the CTA's rows, and the stage's.
+  // For element (n, e) of a lane's score fragment: its row within the CTA's rows, and the stage's.
   __device__ __forceinline__ int own_row(int e) const { return row + group + e / 2 * 8; }
   __device__ __forceinline__ int column(int n, int e) const {
     return half * kWarpRows + n * 8 + lane * 2 + e % 2;
   }
 };
 
-// Part of a stage: the rows of two tensors from `row` on, and their pairs with the CTA's rows from
-// `own` on. One thread; what else the stage has is in `bytes`.
+// Loads part of a stage: the rows of two tensors from `row` on, and their pairs with the CTA's rows
+// from `own` on. One thread; `bytes`: the rest of the stage.
 template <int kDim>
 __device__ __forceinline__ void copy_stage(uint32_t stage, uint32_t barrier, const Place& place,
                                            const CUtensorMap& first, const CUtensorMap& second,
@@ -77,8 +77,8 @@ __device__ __forceinline__ void copy_stage(uint32_t stage, uint32_t barrier, con
                    place.head, row, own, place.batch1, place.batch0);
 }
 
-// Calls each(n, e, place) for a lane's pairs, with where the heads of its warp are. Halves of a
-// cell change places, as TMA has them: for all of a lane's pairs or none.
+// Calls each(n, e, place) for a lane's pairs, with the place of the warp's heads. The halves of a
+// cell are exchanged, as TMA stores them: for all of a lane's pairs or none.
 template <class Each>
 __device__ __forceinline__ void for_cells(uint32_t cells, const Warp& w, Each&& each) {
   const uint32_t start =
@@ -107,13 +107,13 @@ __device__ __forceinline__ void write_cells(const float (&x)[kQuad][2][4], uint3
   });
 }
 
-// Whether the keys of a lane's columns are to be attended: not 0. They are loaded a block ahead.
+// Whether the keys of a lane's columns are visible: nonzero. They are loaded a block ahead.
 struct ShownColumns {
   uint8_t key[4];
   __device__ __forceinline__ bool operator()(int n, int e) const { return key[n * 2 + e % 2] != 0; }
 };
 
-// The keys of a batch.
+// The mask of the keys of a batch.
 struct ShownKeys {
   const uint8_t* mask;  // or null
   int64_t stride;

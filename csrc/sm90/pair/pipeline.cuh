@@ -1,4 +1,4 @@
-// The blocks that a CTA goes through, one after the other, while the copies of later ones fly.
+// The blocks that a CTA goes through, one after the other, while later ones are copied.
 #pragma once
 #include "load.cuh"
 
@@ -20,32 +20,32 @@ __device__ __forceinline__ Storage<C>& start_storage(unsigned char* memory) {
   return shared;
 }
 
-// Of a cluster, CTA `rank` takes blocks rank, rank + size, ...: issue(stage, barrier, row) starts
-// the copies of one, by one thread; step(stage, row) works on it, when these and those of what the
-// CTA keeps are there.
+// CTA `rank` of a cluster takes blocks rank, rank + size, ...: issue(stage, barrier, row) starts
+// the copies of one, in one thread; step(stage, row) works on it, when these copies and those of
+// the CTA's own data are complete.
 template <class C, class Issue, class Step>
 __device__ __forceinline__ void for_blocks(Storage<C>& shared, int rows, int rank, int size,
                                            Issue&& issue, Step&& step) {
-  constexpr int kAhead = C::kStages > 1 ? C::kStages - 1 : 1;  // blocks on their way
+  constexpr int kAhead = C::kStages > 1 ? C::kStages - 1 : 1;  // blocks in flight
   constexpr uint32_t kStageBytes = sizeof(Stage<C::kDim>);
   const int stride = size * kRows;
   const uint32_t first = ptx::shared_address(&shared.stage[0]);
   const uint32_t barriers = ptx::shared_address(&shared.copied[0]);
   const auto issue_at = [&](int slot, int row) {
     if (threadIdx.x != 0 || row >= rows) return;
-    ptx::bulk_wait_read<0>();  // what a step sends to memory from its stage has left
+    ptx::bulk_wait_read<0>();  // a step's stores from its stage have read it
     poison_stage(first + slot * kStageBytes, kStageBytes);
     issue(first + slot * kStageBytes, barriers + slot * 8, row);
   };
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) issue_at(i, rank * kRows + i * stride);
   ptx::mbarrier_wait(ptx::shared_address(&shared.own_copied), 0);
-  int slot = 0, next = kAhead % C::kStages;  // worked on, and copied into
+  int slot = 0, next = kAhead % C::kStages;  // the stage in work, and the one copied into
   uint32_t parity = 0;
 #pragma unroll 1
   for (int row = rank * kRows; row < rows; row += stride) {
     if (C::kStages > 1) {
-      __syncthreads();  // the last one is read
+      __syncthreads();  // the last one has been read
       issue_at(next, row + kAhead * stride);
     }
     ptx::mbarrier_wait(barriers + slot * 8, parity);

@@ -1,9 +1,9 @@
 // Products of fp32 for one warp: three of TF32 numbers each, high and low parts of 11 bits, for
-// fp32 accuracy. Unlike fp16 halves (core/split_fp16.cuh) they have fp32's range and need no scales, at
-// half the rate of tensor cores, which these kernels hardly wait for.
+// fp32 accuracy. Unlike fp16 halves (core/split_fp16.cuh) they have fp32's range and need no
+// scales, at half the tensor-core rate, for which these kernels hardly wait.
 //
-// Terms of a product may come in any order. A lane takes two neighbouring dims of a row, or rows of
-// the pairs that it has of P, where the fragments of m16n8k8 want columns t and t + 4.
+// Terms of a product may come in any order. Where the fragments of m16n8k8 want columns t and t +
+// 4, a lane takes two neighbouring dims of a row, or rows of its pairs of P.
 #pragma once
 #include <cstdint>
 
@@ -13,7 +13,7 @@
 
 namespace flashsci::sm90::pair {
 
-// x = high + low: high rounded to 11 bits, of low what TF32 leaves of it, 2^-23 of x less.
+// x = high + low: high is rounded to 11 bits, low is truncated by TF32; the error is 2^-23 of x.
 template <int kCount>
 struct Split {
   uint32_t high[kCount], low[kCount];
@@ -31,8 +31,8 @@ __device__ __forceinline__ void multiply_small(float (&c)[4], const Split<4>& a,
   ptx::mma_m16n8k8_tf32(c, a.high, b.low);
 }
 
-// Where a byte of a row of a tile is. Rows of 96 bytes meet in few banks as they are; 16-byte
-// pieces of those of 128 change places, as TMA writes them.
+// The place of a byte of a row of a tile. Rows of 96 bytes have few bank conflicts as they are;
+// 16-byte pieces of rows of 128 bytes are exchanged, as TMA writes them.
 template <int kDim>
 __device__ __forceinline__ uint32_t place_of(int row, int byte) {
   return row * kDim * 4 + (kDim == 32 ? byte ^ (row & 7) * 16 : byte);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[2][4], uint32_t a
 #pragma unroll
   for (int d = 0; d < kDim / 8; ++d) {
     Split<4> rows;
-    const uint32_t at = place_of<kDim>(group, d * 32 + quad * 8);  // of the row 8 later, too
+    const uint32_t at = place_of<kDim>(group, d * 32 + quad * 8);  // also for the row 8 later
     const float2 upper = ptx::ld_shared_f2(a + at), lower = ptx::ld_shared_f2(a + at + kEight);
     rows.set(0, upper.x), rows.set(1, lower.x), rows.set(2, upper.y), rows.set(3, lower.y);
 #pragma unroll

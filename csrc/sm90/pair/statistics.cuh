@@ -1,4 +1,4 @@
-// What the backward needs to know of each query besides q and dout.
+// The statistics of each query that the backward needs besides q and dout.
 //
 // statistics_i = (-lse_of_backward(lse_i), -delta_i), delta_i = sum_d dout_id out_id - dlse_i;
 // (-inf, 0) where a row sees no key. A row is read by kRowLanes lanes, 16 bytes each at a time.
@@ -12,7 +12,7 @@
 
 namespace flashsci::sm90::pair {
 
-// A head has `rows` of them, a multiple of kRowsOfBlock.
+// A head has `rows` entries, a multiple of kRowsOfBlock.
 __global__ void __launch_bounds__(kRowThreads)
     statistics_kernel(const __grid_constant__ FlashsciBackwardParams p, float2* statistics,
                       int64_t rows, uint32_t tiles) {
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kRowThreads)
   if (threadIdx.x % kRowLanes != 0) return;
   float2& target = statistics[int64_t{place.batch_head} * rows + row];
   if (row >= p.seq_q) {
-    target = make_float2(0.f, 0.f);  // P of zeros then, which adds nothing
+    target = make_float2(0.f, 0.f);  // padding: P is finite, and rows of zeros add nothing
     return;
   }
   const int64_t at = int64_t{place.batch_head} * p.seq_q + row;

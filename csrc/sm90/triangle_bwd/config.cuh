@@ -1,5 +1,5 @@
-// What the roles of the triangle backward share: shapes, shared memory, arguments, who works on
-// what.
+// The common part of the roles of the triangle backward: shapes, shared memory, arguments, and the
+// division of the work.
 #pragma once
 #include <cstdint>
 
@@ -13,26 +13,27 @@
 namespace flashsci::sm90::triangle_bwd {
 
 inline constexpr int kHeadDim = 32;   // columns of all operands, padded by TMA with zeros
-inline constexpr int kBlock = 64;     // queries of a step, keys of a CTA
-inline constexpr int kConsumers = 2;  // warpgroups that compute
-inline constexpr int kStages = 2;     // of Q, dO and their statistics, for each consumer
+inline constexpr int kBlock = 64;     // queries per step, keys per CTA
+inline constexpr int kConsumers = 2;  // computing warpgroups
+inline constexpr int kStages = 2;     // of Q, dO and their statistics, per consumer
 inline constexpr int kThreads = 128 * (1 + kConsumers);
 inline constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
-using RowBox = Box<kBlock, kHeadDim>;                 // of Q, dO, K, V, dK, dV: rows of 64 bytes
-inline constexpr int kSumFloats = kBlock * kHeadDim;  // of dQ, dK or dV, in the order of registers
+using RowBox = Box<kBlock, kHeadDim>;                 // Q, dO, K, V, dK, dV: rows of 64 bytes
+inline constexpr int kSumFloats = kBlock * kHeadDim;  // dQ, dK or dV, in register order
 inline constexpr int kSumBytes = kSumFloats * 4;
 
-// Of a block of queries: lse in powers of two (3.4e38 where a row sees no key, or is none), then
-// -delta, then whether some lse is large (kLargeExponent).
+// For a block of queries: lse in powers of two (3.4e38 for rows that see no key and rows past the
+// last), then -delta, then whether some lse is large (kLargeExponent).
 struct Statistics {
   float lse[kBlock], delta[kBlock];
   uint32_t large, unused[3];
 };
 static_assert(sizeof(Statistics) % 16 == 0, "bulk copies");
 
-// A member, as the loader describes it: where it is in the tensors, and which keys of the CTA it
-// shows (bits). hidden: none, and there is nothing to do (but for the first keys, which write dQ).
+// The loader's description of a member: its place in the tensors, and the keys of the CTA that it
+// sees (bits). hidden: it sees none and there is no work (except for the first keys, which write
+// dQ).
 struct Member {
   uint32_t batch0, batch1, head, batch_head;
   uint32_t keys[2];
@@ -43,7 +44,7 @@ struct Member {
 template <int kSteps_>
 struct TriangleTiling {
   static constexpr int kSteps = kSteps_;
-  static constexpr int kPanelBlocks = kSteps * kConsumers;  // blocks of queries of a CTA
+  static constexpr int kPanelBlocks = kSteps * kConsumers;  // blocks of queries per CTA
   static constexpr int kPanel = kPanelBlocks * kBlock;
 };
 
@@ -53,9 +54,9 @@ struct TriangleStorage {
   unsigned char k[2][RowBox::kBytes], v[2][RowBox::kBytes];      // [member % 2]
   unsigned char q[kConsumers][kStages][RowBox::kBytes];          // [consumer][stage]
   unsigned char dout[kConsumers][kStages][RowBox::kBytes];       // the same
-  unsigned char rows[2][RowBox::kBytes];                         // dK and dV on their way out
-  float bias[kConsumers][C::kSteps][kBlock / 8][128][4];         // log2(e) bias, as registers are
-  float dq[kConsumers][kSumFloats];                              // as registers are
+  unsigned char rows[2][RowBox::kBytes];                         // dK and dV before they are stored
+  float bias[kConsumers][C::kSteps][kBlock / 8][128][4];         // log2(e) bias, in register order
+  float dq[kConsumers][kSumFloats];                              // in register order
   float dk[kConsumers][kSumFloats], dv[kConsumers][kSumFloats];  // each consumer's part
   Statistics statistics[kConsumers][kStages];
   Member member[2];                          // [member % 2]
@@ -74,20 +75,20 @@ struct alignas(128) TriangleArgs {
   float* dk_sums;          // [batch and head][block of keys][kSumFloats], if there are panels
   float* dv_sums;          // the same
   float* dbias_sums;       // [group + owner][query][key]: the sums of a group's members
-  int* turns;              // [batch and head][block of queries]: key tiles that dq_sums has; of
+  int* turns;              // [batch and head][block of queries]: key tiles added to dq_sums; in
                            // any order only the first is counted
-  int64_t cleared;         // float4 from dk_sums on that are cleared at first
-  uint32_t q_blocks;       // of a head, in whole panels
+  int64_t cleared;         // number of float4 from dk_sums on that are cleared first
+  uint32_t q_blocks;       // per head, in whole panels
   uint32_t k_blocks, panels;
   uint32_t heads;             // B0 * B1 * H
-  uint32_t owners, members;   // (batch, head) with a bias of their own, and who shares each
+  uint32_t owners, members;   // (batch, head) with a separate bias, and members that share each
   uint32_t own0, own1;        // of the owners' batches
-  uint32_t member0, member1;  // of the members'
+  uint32_t member0, member1;  // of the members' batches
   uint32_t groups;            // of CTAs: each takes an equal part of all (owner, member)
   float exp_scale;            // P = exp2(exp_scale s + log2(e) bias - lse)
 };
 
-// Where in the tensors an owner's member is.
+// The place of an owner's member in the tensors.
 struct Place {
   uint32_t batch0, batch1, head;
 
@@ -103,8 +104,8 @@ struct Place {
   }
 };
 
-// Pairs (owner, member) are counted members first. Those of a group: [first_pair(g), first_pair(g +
-// 1)), of which each CTA of the group has 64 keys and a panel of queries.
+// Pairs (owner, member) are counted members first. A group has [first_pair(g), first_pair(g + 1)),
+// of which each CTA of the group has 64 keys and a panel of queries.
 __host__ __device__ inline uint32_t first_pair(uint64_t group, uint64_t pairs, uint64_t groups) {
   return static_cast<uint32_t>(group * pairs / groups);
 }
@@ -112,7 +113,7 @@ __host__ __device__ inline uint32_t group_of(uint64_t pair, uint64_t pairs, uint
   return static_cast<uint32_t>(((pair + 1) * groups - 1) / pairs);
 }
 
-// The part of a CTA: from a member of an owner on, so many of them.
+// The part of a CTA: a number of members, from a member of an owner on.
 struct Work {
   uint32_t group, panel, key_block, owner, member, count;
 

@@ -1,5 +1,5 @@
-// A consumer's part of the bias of its owner, and of the gradient of that: elements that a lane
-// keeps for itself, in the layout of S^T, through all members.
+// A consumer's part of its owner's bias and of the gradient of that: elements that stay in one
+// lane, in the layout of S^T, through all members.
 #pragma once
 #include <cstdint>
 
@@ -11,8 +11,8 @@
 namespace flashsci::sm90::triangle_bwd {
 
 // Element e of a lane in a step is key 16 warp + lane / 4 + 8 ((e >> 1) & 1) of the CTA's 64 and
-// query 8 (e >> 2) + 2 (lane % 4) + (e & 1) of the block. Calls move(e, query, key) for those of
-// eight columns n that are in the tensor.
+// query 8 (e >> 2) + 2 (lane % 4) + (e & 1) of the block. Calls move(e, query, key) for the
+// elements of eight columns n that are in the tensor.
 template <class Move>
 __device__ __forceinline__ void for_elements(const TriangleArgs& a, const Work& work,
                                              uint32_t block, int n, const Move& move) {
@@ -25,8 +25,8 @@ __device__ __forceinline__ void for_elements(const TriangleArgs& a, const Work& 
       move(e, query + e % 2, key + e / 2 * 8);
 }
 
-// A consumer's bias of an owner, in powers of two. It is read once for all members, so any strides
-// will do, but all elements of a step at once: no branch may stand between the reads.
+// Loads a consumer's bias of an owner, in powers of two. It is read once for all members, so any
+// strides are fast enough, but all elements of a step at once: no branch may separate the reads.
 template <class C, class Load>
 __device__ __forceinline__ void load_bias_by(TriangleStorage<C>& shared, const TriangleArgs& a,
                                              int64_t base, int w, const Load& load) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_bias_by(TriangleStorage<C>& shared, const T
         const bool inside = query + n * 8 + e % 2 < a.p.seq_q && key + e / 2 * 8 < a.p.seq_k;
         words[e] = __float_as_uint(inside ? x[n][e] * kLog2e : 0.f);
       }
-      // Only this lane reads what it writes.
+      // Each lane reads only its own writes.
       ptx::st_shared(ptx::shared_address(shared.bias[w][step][n][thread]),
                      make_uint4(words[0], words[1], words[2], words[3]));
     }
@@ -74,11 +74,11 @@ __device__ __forceinline__ void load_bias(TriangleStorage<C>& shared, const Tria
     });
 }
 
-// The sums over this group's members of an owner, which no other CTA has; then they begin anew.
+// Stores the sums over this group's members of an owner, which no other CTA has, and clears them.
 template <class C>
 __device__ __forceinline__ void store_dbias(float (&dbias)[C::kSteps][kBlock / 2],
                                             const TriangleArgs& a, uint32_t owner, int w) {
-  const Work work(a, opaque(blockIdx.x));  // anew: registers are scarce
+  const Work work(a, opaque(blockIdx.x));  // recomputed: registers are scarce
   float* const sums =
       a.dbias_sums + int64_t{work.group + owner} * a.p.seq_q * static_cast<int64_t>(a.p.seq_k);
 #pragma unroll

@@ -2,16 +2,17 @@
 // WGMMA, warp specialisation, the bias's gradient summed in registers.
 //
 // Maths     As in ../bwd/kernel.cuh with a bias; dbias = the sum of dS over the members.
-// Roles     An owner is a (batch, head) with a bias of its own. A CTA has 64 keys and up to 384
+// Roles     An owner is a (batch, head) with a separate bias. A CTA has 64 keys and up to 384
 //           queries of it and walks over its group's members; the groups share all (owner, member)
-//           equally, and the CTAs of a group run beside each other. Warpgroup 0 copies: warp 0
-//           loads (load.cuh), warps 1 and 2 add dQ to global memory, warp 3 sums dK and dV of both
+//           equally, and the CTAs of a group run at the same time. Warpgroup 0 copies: warp 0 loads
+//           (load.cuh), warps 1 and 2 add dQ to global memory, warp 3 sums dK and dV of both
 //           consumers and stores them (store.cuh). Warpgroups 1 and 2 have every other block of 64
 //           queries each (mainloop.cuh). Kernels before and after it: preprocess.cuh,
 //           postprocess.cuh.
 // Shared    The bias in fp32, K, V [2 members], Q, dO and statistics [2 stages for each consumer],
 //           dS, dQ, dK and dV of each consumer: `TriangleStorage` (config.cuh). dbias: registers.
-// Pipeline  Consumers share nothing but the keys; S^T of the next step beside dQ and dK of this.
+// Pipeline  Consumers share only the keys; S^T of the next step is computed during dQ and dK of
+//           this.
 // Limits    docs/develop/kernels/sm90_triangle_backward.md.
 #pragma once
 #include <cuda_runtime.h>

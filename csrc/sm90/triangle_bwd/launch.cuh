@@ -1,4 +1,4 @@
-// The host side of the triangle backward: which calls it takes, how they are shared out, workspace,
+// The host side of the triangle backward: the calls it takes, the division of the work, workspace,
 // tensor maps.
 #pragma once
 #include <cuda_runtime.h>
@@ -17,9 +17,9 @@
 
 namespace flashsci::sm90::triangle_bwd {
 
-// Fewer members do not pay for a bias that is read, and sums that are written, element by element.
+// With fewer members, reading the bias and writing its sums element by element does not pay.
 inline constexpr int64_t kFewestMembers = 16;
-// CTAs at most that share the work, whatever the device: the workspace does not depend on it.
+// Largest number of CTAs that share the work, for any device: the workspace does not depend on it.
 inline constexpr int kMostProcessors = 160;
 inline constexpr int kPanelOfQueries = TriangleTiling<3>::kPanel;
 
@@ -32,7 +32,7 @@ inline int steps_of(const FlashsciBackwardParams& p) {
   return p.seq_q <= panels * TriangleTiling<2>::kPanel ? 2 : 3;
 }
 
-// How a call is shared out.
+// The division of a call's work.
 inline void share_out(TriangleArgs& a, const FlashsciBackwardParams& p, int processors) {
   const bool own0 = p.dbias_strides.batch0 != 0, own1 = p.dbias_strides.batch1 != 0;
   a.own0 = static_cast<uint32_t>(own0 ? p.batch0 : 1);
@@ -71,9 +71,9 @@ inline bool takes(const FlashsciBackwardParams& p) {
          int64_t{p.seq_q} * p.seq_k < INT32_MAX / 8;
 }
 
-// Of the workspace, in bytes from its begin.
+// Offsets of the workspace, in bytes.
 struct WorkspaceParts {
-  int64_t dq, dk, dv, turns, dbias, bytes;  // the statistics are first
+  int64_t dq, dk, dv, turns, dbias, bytes;  // the statistics come first
   WorkspaceParts(const TriangleArgs& a, const FlashsciBackwardParams& p, int64_t groups) {
     const auto padded = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
     const int64_t q_blocks = int64_t{a.heads} * a.q_blocks;
@@ -134,7 +134,7 @@ cudaError_t launch_kernels(const TriangleArgs& a, cudaStream_t stream) {
   return launch_beside<triangle_postprocess_kernel<Op>>(blocks, kRowThreads, 0, stream, a);
 }
 
-// cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
+// cudaErrorNotSupported: another kernel must serve this call; nothing was launched.
 template <class Op>
 cudaError_t launch(const FlashsciBackwardParams& p, cudaStream_t stream) {
   if (!takes(p)) return cudaErrorNotSupported;

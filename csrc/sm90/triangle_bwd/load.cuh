@@ -1,5 +1,5 @@
-// The warp of the triangle backward that loads: K and V of each member, which of its keys are
-// shown, and the stream of Q, dO and their statistics for each consumer.
+// The loading warp of the triangle backward: K and V of each member, the mask of its keys, and the
+// stream of Q, dO and their statistics for each consumer.
 #pragma once
 #include <cstdint>
 
@@ -12,7 +12,7 @@
 
 namespace flashsci::sm90::triangle_bwd {
 
-// Whether this lane's key, of 32 from `key` on, is shown to a member. Beyond the keys: not.
+// Whether a member sees this lane's key, of 32 from `key` on. Keys past the last are hidden.
 __device__ __forceinline__ bool shows_key(const TriangleArgs& a, uint32_t owner, uint32_t member,
                                           int key) {
   key += threadIdx.x % 32;
@@ -22,7 +22,7 @@ __device__ __forceinline__ bool shows_key(const TriangleArgs& a, uint32_t owner,
   return __ldg(a.p.bias_mask.mask + Place(a, owner, member).offset(s) + key * s.column) != 0;
 }
 
-// One thread: K and V of a member, unless it is hidden.
+// Loads K and V of a member, unless it is hidden. One thread.
 template <class C>
 __device__ __forceinline__ void load_keys(TriangleStorage<C>& shared, const TriangleArgs& a,
                                           int first_key, uint32_t slot) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_keys(TriangleStorage<C>& shared, const Tria
                    member.batch1, member.batch0);
 }
 
-// One thread: a block of queries for consumer w, the count-th.
+// Loads a block of queries for consumer w, the count-th. One thread.
 template <class C>
 __device__ __forceinline__ void load_block(TriangleStorage<C>& shared, const TriangleArgs& a,
                                            const Member& member, uint32_t block, uint32_t w,
@@ -64,14 +64,14 @@ __device__ __forceinline__ void load_block(TriangleStorage<C>& shared, const Tri
                  sizeof(Statistics), full);
 }
 
-// A whole warp.
+// Called by a whole warp.
 template <class C>
 __device__ __forceinline__ void load_members(TriangleStorage<C>& shared, const TriangleArgs& a) {
   const Work work(a, blockIdx.x);
   const int first_key = work.key_block * kBlock;
   const uint32_t first_block = work.panel * C::kPanelBlocks;
   uint32_t owner = work.owner, member = work.member;
-  uint32_t count = 0;  // blocks of each consumer
+  uint32_t count = 0;  // blocks per consumer
   bool shown[2] = {shows_key(a, owner, member, first_key),
                    shows_key(a, owner, member, first_key + 32)};
   ptx::wait_for_prerequisites();  // the statistics
@@ -92,7 +92,7 @@ __device__ __forceinline__ void load_members(TriangleStorage<C>& shared, const T
       described.hidden = hidden;
     }
     if (++member == a.members) member = 0, ++owner;
-    if (i + 1 < work.count) {  // in time for the next member
+    if (i + 1 < work.count) {  // early enough for the next member
       shown[0] = shows_key(a, owner, member, first_key);
       shown[1] = shows_key(a, owner, member, first_key + 32);
     }

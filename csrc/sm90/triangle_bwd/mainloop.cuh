@@ -1,8 +1,8 @@
 // A consumer warpgroup of the triangle backward: 64 keys and every other block of queries, member
 // after member, from S^T to its part of dK and dV, to dQ and to the sums of dbias.
 //
-// `Consumer::member` is the work on a member, its steps are named by what they issue. S^T of the
-// next step is computed beside dQ and dK of this one.
+// `Consumer::member` is the work on a member; its steps are named by the products they issue. S^T
+// of the next step is computed during dQ and dK of this one.
 #pragma once
 #include <cstdint>
 
@@ -34,8 +34,8 @@ struct Consumer {
   float dk[kHeadDim / 2], dv[kHeadDim / 2], dq[kHeadDim / 2];
   float prob[kBlock / 2], dp[kBlock / 2];          // S^T, P^T, dS^T in turn; dP^T
   uint32_t p[kBlock / 16][4], ds[kBlock / 16][4];  // P^T and dS^T as operands, per 16 queries
-  uint32_t count = 0;                              // blocks that are done
-  int some_hidden = 0;                             // of the keys, to the member
+  uint32_t count = 0;                              // blocks done
+  int some_hidden = 0;                             // whether some keys are hidden from the member
 
   __device__ __forceinline__ Consumer(TriangleStorage<C>& shared_, const TriangleArgs& a_, int w_,
                                       float (&dbias_)[C::kSteps][kBlock / 2])
@@ -48,7 +48,7 @@ struct Consumer {
   __device__ __forceinline__ static uint64_t tile(const void* x) {
     return ptx::wgmma_descriptor_span64(address(x));
   }
-  // Of the block after those done.
+  // For the block after those done.
   __device__ __forceinline__ uint64_t q_tile(uint32_t ahead) const {
     return tile(shared.q[w]) + (count + ahead) % kStages * (RowBox::kBytes / 16);
   }
@@ -71,7 +71,7 @@ struct Consumer {
       MmaS::template ss<0>(x, keys + d * (32 / 16), queries + d * (32 / 16), d > 0);
     ptx::wgmma_commit();
   }
-  // x += (P or dS)^T (dO or Q); of a member's first block: x = that.
+  // x += (P or dS)^T (dO or Q); for a member's first block x = that product.
   __device__ __forceinline__ static void issue_sum(float (&x)[kHeadDim / 2],
                                                    const uint32_t (&by)[kBlock / 16][4],
                                                    uint64_t queries, bool first, int begin,
@@ -89,7 +89,7 @@ struct Consumer {
     issue_product(prob, tile(shared.k[0]) + slot * (RowBox::kBytes / 16), q_tile(ahead));
   }
 
-  // What the member does not show of this lane's two keys becomes 0.
+  // This lane's two keys, if the member does not see them, become 0.
   __device__ __forceinline__ void hide(uint32_t slot) {
     const uint32_t row = thread() / 32 * 16 + thread() % 32 / 4;
     const uint32_t keys = shared.member[slot].keys[row / 32] >> row % 32;
@@ -104,7 +104,7 @@ struct Consumer {
       p[e / 8][e / 2 % 4] = Op::pack2(prob[e], prob[e + 1]);
   }
 
-  // dP^T, beside it P^T; then both are done.
+  // Issues dP^T; P^T is computed meanwhile; on return both are complete.
   __device__ __forceinline__ void exponentiate(uint32_t slot, int step) {
     ptx::wgmma_fence();
     issue_product(dp, tile(shared.v[0]) + slot * (RowBox::kBytes / 16), dout_tile());
@@ -135,7 +135,7 @@ struct Consumer {
     ptx::wgmma_tie(dp);
   }
 
-  // dV, beside it dS^T, which dbias adds up.
+  // Issues dV; meanwhile makes dS^T, which dbias adds up.
   __device__ __forceinline__ void issue_dv(int step) {
     const uint32_t delta = statistics() + kBlock * 4 + thread() % 4 * 8;
 #pragma unroll
@@ -159,7 +159,8 @@ struct Consumer {
     }
   }
 
-  // dS, rows of queries, for all warps of the consumer; the barriers between its writes and reads.
+  // Stores dS, in rows of queries, for all warps of the consumer, with the barriers between writes
+  // and reads.
   __device__ __forceinline__ void share_ds() {
     const uint32_t lane = thread() % 32, matrix_row = lane % 8;
     const uint32_t target = address(shared.ds[w]) + (matrix_row + lane / 16 * 8) * 128 +
@@ -182,7 +183,7 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // In the order of registers, 16 bytes a thread.
+  // In register order, 16 bytes a thread.
   __device__ __forceinline__ static void put(const float (&x)[kHeadDim / 2], uint32_t target) {
 #pragma unroll
     for (int j = 0; j < kHeadDim / 8; ++j)
@@ -199,7 +200,7 @@ struct Consumer {
     release(shared.dq_full[w]);
   }
 
-  // slot: where K and V are.
+  // slot: that of K and V.
   __device__ __forceinline__ void member(uint32_t slot) {
     const Member& described = shared.member[slot];
     some_hidden = ptx::redux_max((described.keys[0] & described.keys[1]) != ~0u);
@@ -257,7 +258,8 @@ __device__ __forceinline__ void consume(TriangleStorage<C>& shared, const Triang
     load_bias<Op, C>(shared, a, owner, w);
 #pragma unroll 1
     for (; i < end; ++i) {
-      // The same in all lanes, which only redux tells the compiler: wgmma wants uniform control.
+      // Equal in all lanes, which the compiler learns only from redux: wgmma needs uniform control
+      // flow.
       const uint32_t slot = ptx::redux_max(i % 2);
       wait_for(shared.member_full[slot], i / 2);
       if (ptx::redux_max(shared.member[slot].hidden) == 0) {

@@ -1,5 +1,5 @@
-// After the main kernel of the triangle backward: dQ out of its fp32 accumulator, dK and dV if they
-// have some, and dbias from the sums of the groups.
+// The kernel after the main kernel of the triangle backward: dQ from its fp32 accumulator, dK and
+// dV if they have one, and dbias from the sums of the groups.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 
 namespace flashsci::sm90::triangle_bwd {
 
-// Two blocks of rows, the pair-th of all heads, that are accumulated as registers are.
+// Two blocks of rows, the pair-th of all heads, from accumulators in register order.
 template <class Op>
 __device__ __forceinline__ void store_rows(const TriangleArgs& a, const float* sums, uint32_t pair,
                                            uint32_t blocks, void* base, const FlashsciStrides& s,
@@ -72,7 +72,7 @@ __device__ __forceinline__ void sum_dbias(const TriangleArgs& a, int64_t at) {
     static_cast<uint16_t*>(p.dbias)[target] = static_cast<uint16_t>(Op::pack2(sum, sum));
 }
 
-// Pairs of blocks of rows in all heads.
+// Number of pairs of blocks of rows in all heads.
 __host__ __device__ inline uint32_t row_pairs(uint32_t heads, uint32_t blocks) {
   return (heads * blocks + kRowBlocks - 1) / kRowBlocks;
 }

@@ -1,5 +1,5 @@
-// Before the main kernel of the triangle backward, by two blocks of query rows: their statistics.
-// And cleared turns, and accumulators of dK and dV.
+// The kernel before the main kernel of the triangle backward, by two blocks of query rows: computes
+// their statistics, and clears turns and the accumulators of dK and dV.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -29,7 +29,7 @@ __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
 template <class Op>
 __global__ void __launch_bounds__(kRowThreads)
     triangle_preprocess_kernel(const __grid_constant__ TriangleArgs a) {
-  __shared__ float sums[kRows];  // of a row: out times dout
+  __shared__ float sums[kRows];  // per row: out times dout
   ptx::launch_dependents();
   const FlashsciBackwardParams& p = a.p;
   const uint32_t parts = a.q_blocks / kRowBlocks, heads = static_cast<uint32_t>(p.heads_q);
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const auto offset = [&](const FlashsciStrides& s) {
     return batch0 * s.batch0 + batch1 * s.batch1 + head * s.head;
   };
-  // A thread for each row's lse, asked for before out and dout are.
+  // One thread per row loads its lse, before out and dout are loaded.
   const int own_row = first_row + thread;
   const bool row_exists = thread < kRows && own_row < p.seq_q;
   const float natural_lse = row_exists ? p.lse[int64_t{batch_head} * p.seq_q + own_row] : -INFINITY;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (lane == 0) sums[i * kStep + thread / kLanes] = sum;
   }
-  // lse in powers of two; finite where a row sees no key, or is none.
+  // lse in powers of two; finite for rows that see no key and for rows past the last.
   const bool sees_none = natural_lse == -INFINITY;
   const float lse = sees_none ? 3.4e38f : lse_of_backward(natural_lse);
   const bool large = __syncthreads_or(!sees_none && is_large(lse));

@@ -1,6 +1,6 @@
-// The warps of the triangle backward that write: dQ of each consumer goes to its fp32
-// accumulator in global memory; dK and dV of a member are summed over the consumers and stored, or
-// added to accumulators where other panels of queries have parts of them.
+// The writing warps of the triangle backward: dQ of each consumer goes to its fp32 accumulator in
+// global memory; dK and dV of a member are summed over the consumers and stored, or added to
+// accumulators if other panels of queries have parts of them.
 #pragma once
 #include <cstdint>
 
@@ -15,17 +15,17 @@
 
 namespace flashsci::sm90::triangle_bwd {
 
-// One thread: dQ of consumer w, of all members. The first key tile of a head stores, so that nobody
-// clears the accumulator; the others add, when it has, or in turns when all before them have. The
-// CTAs of a group run beside each other, and one waits for lower ones only.
+// dQ of consumer w, of all members. One thread. The first key tile of a head stores, so that the
+// accumulator need not be cleared; the others add, once it has, or in turns once all before them
+// have. The CTAs of a group run at the same time, and each waits for lower ones only.
 template <class C>
 __device__ __forceinline__ void add_dq(TriangleStorage<C>& shared, const TriangleArgs& a, int w) {
-  ptx::wait_for_prerequisites();  // the turns
+  ptx::wait_for_prerequisites();  // may still clear the turns
   const uint32_t source = ptx::shared_address(shared.dq[w]);
   const Work work(a, blockIdx.x);
   const int mine = static_cast<int>(a.p.deterministic ? work.key_block : min(work.key_block, 1u));
   const bool passes = a.p.deterministic || mine == 0;
-  int* done = nullptr;  // the turn of a copy that may still be under way
+  int* done = nullptr;  // the turn of a copy that may still be in flight
   uint32_t count = 0;
 #pragma unroll 1
   for (uint32_t i = 0; i < work.count; ++i) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_dq(TriangleStorage<C>& shared, const Triangl
       const uint32_t block = work.panel * C::kPanelBlocks + step * kConsumers + w;
       const bool inside = static_cast<int>(block * kBlock) < a.p.seq_q;
       int* const turn = a.turns + first + block;
-      if (inside) {  // asking takes as long as dQ may still need
+      if (inside) {  // the check takes as long as dQ may still need
         while (mine > 0 && ptx::load_acquire(turn) < mine) {
         }
         ptx::fence_proxy_async_global();
@@ -61,7 +61,7 @@ __device__ __forceinline__ void add_dq(TriangleStorage<C>& shared, const Triangl
       }
       arrive_at(shared.dq_empty[w]);
       ++count;
-      if (inside && passes) {  // of the block before: by now it is done
+      if (inside && passes) {  // of the previous block, complete by now
         ptx::bulk_wait<1>();
         ptx::fence_proxy_async_global();
         if (done != nullptr) ptx::add_release(done, 1);
@@ -74,7 +74,7 @@ __device__ __forceinline__ void add_dq(TriangleStorage<C>& shared, const Triangl
   if (done != nullptr) ptx::add_release(done, 1);
 }
 
-// A warp: the sum of both consumers' parts, rounded, into rows of 64 bytes in 64-byte swizzle.
+// Stores the rounded sum of both consumers' parts in rows of 64 bytes in 64-byte swizzle. One warp.
 template <class Op>
 __device__ __forceinline__ void stage_sum(const float (&part)[kConsumers][kSumFloats], float scale,
                                           bool hidden, uint32_t rows) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void stage_sum(const float (&part)[kConsumers][kSumFl
   }
 }
 
-// A warp: the same in fp32, where the first part was.
+// The same in fp32, in the place of the first part. One warp.
 __device__ __forceinline__ void add_parts(const float (&part)[kConsumers][kSumFloats]) {
   const uint32_t at = ptx::shared_address(part[0]) + threadIdx.x % 32 * 16;
 #pragma unroll 2
@@ -112,10 +112,10 @@ __device__ __forceinline__ void add_parts(const float (&part)[kConsumers][kSumFl
   }
 }
 
-// A whole warp: dK and dV of all members.
+// dK and dV of all members. Called by a whole warp.
 template <class Op, class C>
 __device__ __forceinline__ void store_dk_dv(TriangleStorage<C>& shared, const TriangleArgs& a) {
-  ptx::wait_for_prerequisites();  // the accumulators
+  ptx::wait_for_prerequisites();  // may still clear the accumulators
   const bool lane0 = threadIdx.x % 32 == 0;
   const Work work(a, blockIdx.x);
   uint32_t count = 0;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void store_dk_dv(TriangleStorage<C>& shared, const Tr
     if (lane0) arrive_at(shared.member_empty[i % 2]);
     if (!hidden) sleep_for(shared.sums_full, count++);
     if (a.panels == 1) {
-      ptx::bulk_wait_read<0>();  // those of the member before
+      ptx::bulk_wait_read<0>();  // stores of the previous member
       __syncwarp();
       stage_sum<Op>(shared.dk, a.p.scale, hidden, ptx::shared_address(shared.rows[0]));
       stage_sum<Op>(shared.dv, 1.f, hidden, ptx::shared_address(shared.rows[1]));

@@ -1,4 +1,4 @@
-// What a block of scores starts from: the bias in units of q.k, out of shared memory.
+// The initial value of a block of scores: the bias in units of q.k, from shared memory.
 #pragma once
 #include <cstdint>
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void read_bias(float (&s)[C::kBlockK / 2], uint32_t t
       s[e + 1] = pair.y * factor;
     }
   } else {
-    // Of the first chunk; the swizzle of chunk n + i is that of n, exclusive or 16 i.
+    // The address of the first chunk; the swizzle of chunk n + i is that of n, XOR 16 i.
     const uint32_t start = tile + fwd::swizzled<128>(warp_row + lane % 16, lane / 16);
 #pragma unroll
     for (int n = 0; n < C::kBlockK / 8; n += 2) {  // 16 keys
@@ -41,21 +41,21 @@ __device__ __forceinline__ void read_bias(float (&s)[C::kBlockK / 2], uint32_t t
   }
 }
 
-// A bias that stays is divided by the scale once for all units, in place: of every 8 keys each lane
-// has its four numbers side by side then.
+// A resident bias is divided by the scale once for all units, in place: each lane's four numbers of
+// every 8 keys are neighbours then.
 inline constexpr int kPreparedStep = 64 * 8 * 4;  // from 8 keys to the next
 
 __device__ __forceinline__ uint32_t prepared_start(uint32_t stage) {
   return stage + threadIdx.x % 128 * 16;
 }
 
-// A warpgroup calls it. barrier: a hardware barrier of its own.
+// Called by a warpgroup. barrier: its own hardware barrier.
 template <class Op, class C>
 __device__ __forceinline__ void prepare_bias(uint32_t stage, float factor, int barrier) {
   float s[C::kBlockK / 2];
   read_bias<Op, C>(s, stage + C::kBiasStart, factor);
   if constexpr (C::kBiasBytes == 4)
-    __syncwarp();  // 8 keys of a warp's 16 rows are 512 bytes before and after
+    __syncwarp();  // 8 keys of a warp's 16 rows are 512 bytes in both layouts
   else
     ptx::barrier_sync(barrier, 128);
   const uint32_t start = prepared_start(stage);

@@ -1,4 +1,5 @@
-// What the roles of the sm90 triangle attention share: tile shapes, shared memory, arguments.
+// The common part of the roles of the sm90 triangle attention: tile shapes, shared memory,
+// arguments.
 #pragma once
 #include <cstdint>
 
@@ -10,10 +11,10 @@
 namespace flashsci::sm90::triangle_fwd {
 
 // Four consumer warpgroups share the blocks of a bias: kMembers members times kRowTiles tiles of 64
-// query rows. An fp32 bias of 64 rows and a 16-bit one of 128 rows take as much shared memory.
+// query rows. An fp32 bias of 64 rows and a 16-bit one of 128 rows take the same shared memory.
 template <int kBiasBytes_, int kMembers_>
 struct Tiling {
-  static constexpr int kBiasBytes = kBiasBytes_;  // of an element
+  static constexpr int kBiasBytes = kBiasBytes_;  // per element
   static constexpr int kHeadDim = 32, kBlockK = 64, kConsumers = 4;
   static constexpr int kMembers = kMembers_, kRowTiles = kConsumers / kMembers;
   static constexpr int kBlockQ = 64 * kRowTiles;
@@ -21,13 +22,14 @@ struct Tiling {
   static constexpr int kStages = 12 / kMembers;  // of K and V of a member
   static constexpr int kBiasStages = 6;
   using Rows = Box<64, kHeadDim>;     // of Q, K and V
-  using OutRows = Box<16, kHeadDim>;  // of a warp
-  // In boxes of 32 bytes four rows are neighbours, and pairs of fp32 are read without bank conflicts.
+  using OutRows = Box<16, kHeadDim>;  // per warp
+  // In boxes of 32 bytes four rows are neighbours, so that pairs of fp32 are read without bank
+  // conflicts.
   using BiasBox = Box<64, kBiasBytes == 4 ? 8 : kBlockK, kBiasBytes>;
-  static constexpr int kBiasTileBytes = 64 * kBlockK * kBiasBytes;  // of a tile of rows
+  static constexpr int kBiasTileBytes = 64 * kBlockK * kBiasBytes;  // per tile of rows
   // The 96 registers of the launch bounds redistributed.
   static constexpr int kProducerRegisters = 64, kConsumerRegisters = 104;
-  // Where it stays it is prepared in place, as fp32; until then one of 16 bits is in the second half.
+  // A resident bias is prepared in place, as fp32; until then a 16-bit one is in the second half.
   static constexpr bool kPrepares = kRowTiles == 1;
   static constexpr int kBiasStageBytes = 64 * kBlockK * 4;
   static constexpr int kBiasStart = kBiasStageBytes - kRowTiles * kBiasTileBytes;
@@ -38,7 +40,7 @@ struct Tiling {
 struct alignas(16) BlockInfo {
   uint32_t shown[2];  // a bit for each key
   int block_last;     // 2 block + whether it is the last one of its unit
-  int member;         // of all that share the bias
+  int member;         // index among the members that share the bias
 };
 
 template <class C>
@@ -54,16 +56,16 @@ struct SharedStorage {
   uint64_t q_full[C::kConsumers], q_empty[C::kConsumers];
 };
 
-// A unit of work: a tile of rows of a head, of kMembers members. Units are numbered tile by tile, a
-// CTA takes a run of them.
+// A unit of work: a tile of rows of a head, for kMembers members. Units are numbered tile by tile;
+// a CTA takes a run of them.
 struct Plan {
-  uint32_t units, rest;      // of every CTA; of so many CTAs one more
+  uint32_t units, rest;      // units per CTA; `rest` CTAs have one more
   uint32_t members, groups;  // along the batch dimension that shares the bias
   uint32_t row_tiles;        // of a head
   int32_t member_dim;        // batch dimension 0 or 1
   int32_t blocks;            // of keys
-  int32_t resident;          // the bias of all blocks stays while the tile does
-  int32_t bias_copied;       // by the kernel that is launched before
+  int32_t resident;          // the bias of all blocks stays for the whole tile
+  int32_t bias_copied;       // by the preceding kernel
   float bias_factor;         // from natural units to those of q.k
   float exp_scale;           // from those of q.k to powers of two
 };
@@ -74,8 +76,8 @@ struct alignas(128) Args {
   Plan plan;
 };
 
-// Where a role stands in the ring of the bias. Where it is resident a tile of rows takes the whole
-// ring, however many blocks it has.
+// A role's position in the ring of the bias. A resident bias of a tile of rows takes the whole
+// ring, for any number of blocks.
 template <class C>
 struct BiasRing {
   int stage = 0;
@@ -83,7 +85,7 @@ struct BiasRing {
   __device__ __forceinline__ void next() {
     if (++stage == C::kBiasStages) stage = 0, phase ^= 1;
   }
-  // After a unit where the bias is resident. stays: for the next unit, too.
+  // Called after a unit with a resident bias. stays: it serves the next unit, too.
   __device__ __forceinline__ void restart(const Plan& plan, bool stays) {
     const bool wrapped = plan.blocks == C::kBiasStages;  // by next()
     stage = 0;

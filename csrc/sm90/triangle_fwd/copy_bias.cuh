@@ -1,5 +1,5 @@
-// A bias whose keys are not neighbours, as a Linear over pairs leaves it ([.., Sq, Sk, H]), copied so
-// that TMA takes it: [.., H, Sq, Sk], rows of whole 16 bytes.
+// A copy for TMA of a bias whose keys are not neighbours (the output of a Linear over pairs, [..,
+// Sq, Sk, H]): [.., H, Sq, Sk], rows of whole 16 bytes.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -12,17 +12,17 @@
 
 namespace flashsci::sm90::triangle_fwd {
 
-// Of a block. Beside a CTA of the kernel that follows, an SM has 4,096 registers left: of its blocks
-// one, so that the time that CTA takes until it needs the bias is spent meanwhile.
+// Threads per block. Next to a CTA of the following kernel an SM has 4,096 registers left: enough
+// for one of these blocks, so that the copy runs until that CTA needs the bias.
 inline constexpr int kCopyThreads = 128;
 
-// What the bias has of its own: sizes, 1 where it is broadcast.
+// The sizes of the bias itself: 1 where it is broadcast.
 struct BiasCopy {
   FlashsciScoreStrides from, to;
   uint32_t batch0, batch1, heads, rows, keys;
   uint32_t width;  // bytes that a thread reads at a time: neighbouring heads of a key
   int64_t bytes;
-  int64_t items(int size) const {  // of kCopyThreads keys and `width` bytes
+  int64_t items(int size) const {  // blocks of kCopyThreads keys and `width` bytes
     return int64_t{batch0} * batch1 * rows * ((keys + kCopyThreads - 1) / kCopyThreads) *
            (heads * size / width);
   }
@@ -56,8 +56,8 @@ inline BiasCopy plan_bias_copy(const FlashsciForwardParams& p) {
   return copy;
 }
 
-// Neighbouring keys are written by neighbouring threads. What follows may start at once, and waits
-// where it reads the copy.
+// Neighbouring keys are written by neighbouring threads. The next kernel may start at once, and
+// waits before it reads the copy.
 template <int kBytes, int kWidth>
 __global__ void __launch_bounds__(kCopyThreads, 16)
     triangle_forward_copy_bias_kernel(const void* bias, void* workspace,

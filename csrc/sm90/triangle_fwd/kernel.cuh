@@ -7,11 +7,11 @@
 //           head, of four or two members (config.cuh). Warpgroup 0 loads (load.cuh), a warp for
 //           each member. Warpgroups 1 .. 4 own 64 rows of a member each, from S to the stores
 //           (mainloop.cuh); they never wait for one another.
-// Shared    Bias: six blocks of 64 keys for all consumers, which stay from unit to unit where they
-//           are all. K and V: a ring of blocks of 64 keys for each member. Q and output of every
-//           consumer. Rows of K, V, Q and out have 64 bytes: `SharedStorage` (config.cuh).
+// Shared    Bias: six blocks of 64 keys for all consumers, which stay from unit to unit if there
+//           are no more. K and V: a ring of blocks of 64 keys for each member. Q and output of
+//           every consumer. Rows of K, V, Q and out have 64 bytes: `SharedStorage` (config.cuh).
 // Pipeline  The accumulator of a block starts from the bias: S = bias / scale + Q K^T needs no
-//           addition. Of a consumer the next bias is read during P V; the products of one run
+//           addition. A consumer reads the next bias during P V; the products of one consumer run
 //           during the exponentials of the other three. Blocks that a member's mask hides are
 //           neither loaded nor computed.
 // Limits    Exponentials and issue slots: docs/develop/kernels/sm90_triangle_forward.md.
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::prefetch_tensor_map(&a.bias);
     init_barriers(shared);
   }
-  // The kernel that copies the bias started after all others before it ended: only for what it writes
-  // is to be waited (load.cuh).
+  // The kernel that copies the bias started after all earlier kernels had ended: only its own
+  // writes need a wait (load.cuh).
   if (a.plan.bias_copied == 0) ptx::wait_for_prerequisites();
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);

@@ -1,4 +1,4 @@
-// The host side of the sm90 triangle attention: which calls it takes, tensor maps, units.
+// The host side of the sm90 triangle attention: the calls it takes, tensor maps, units.
 #pragma once
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -15,28 +15,28 @@
 
 namespace flashsci::sm90::triangle_fwd {
 
-// Fewer members do not repay what they share.
+// With fewer members, sharing does not pay.
 inline constexpr int kFewestMembers = 8;
 
-// Members whose units share a bias of 16 bits, 2 or 4: of 128 query rows, so that K and V are read
+// Members whose units share a 16-bit bias, 2 or 4: units of 128 query rows, so that K and V are read
 // half as often, or of 64, with the bias prepared.
 inline constexpr int kMembersOf16Bits = 2;
 
-// The batch dimension of most members that share the bias, or -1: too few do.
+// The batch dimension with the most members that share the bias, or -1: too few do.
 inline int member_dim_of(const FlashsciForwardParams& p) {
   const FlashsciScoreStrides& bias = p.bias_mask.bias_strides;
   const int64_t first = bias.batch0 == 0 ? p.batch0 : 1, second = bias.batch1 == 0 ? p.batch1 : 1;
   return std::max(first, second) < kFewestMembers ? -1 : first > second ? 0 : 1;
 }
 
-// Calls whose strides TMA may still refuse.
+// Calls that pass this may still have strides that TMA refuses.
 inline bool suits(const FlashsciForwardParams& p) {
   const FlashsciBiasMask& given = p.bias_mask;
   return p.cu_seqlens_q == nullptr && std::max(p.head_dim, p.head_dim_v) <= 32 &&
          given.bias != nullptr && given.bias_strides.column >= 1 &&
          (given.mask == nullptr || given.mask_strides.row == 0) && p.softcap == 0.f &&
          p.window_left < 0 && p.window_right < 0 && member_dim_of(p) >= 0 &&
-         // The bias is divided by it, scores are multiplied: no finite number may overflow.
+         // The bias is divided by it, and scores are multiplied: no finite number may overflow.
          p.scale > 1e-4f && p.scale * kLog2e <= 1.f;
 }
 
@@ -51,8 +51,8 @@ int64_t units_of(const FlashsciForwardParams& p) {
 using TilingOfFp32 = Tiling<4, 4>;
 using TilingOf16Bits = Tiling<2, kMembersOf16Bits>;
 
-// Bytes of workspace: a copy of the bias where its keys are not neighbours; 0 also where such a call
-// is left to others.
+// Bytes of workspace: a copy of the bias if its keys are not neighbours; 0 also if such a call is
+// left to others.
 inline int64_t workspace(const FlashsciForwardParams& p) {
   const bool whole = p.head_dim % 8 == 0 && p.head_dim_v % 8 == 0;
   if (!suits(p) || !whole || p.bias_mask.bias_strides.column == 1) return 0;
@@ -92,8 +92,8 @@ cudaError_t plan_units(Args& a, uint32_t& grid) {
   return cudaSuccess;
 }
 
-// An SM must be empty to divide its memory anew into shared memory and cache: for the next kernel to
-// start beside this one, it must have the most shared memory here, too.
+// An SM must be empty to change its split between shared memory and cache: for the next kernel to
+// start during this one, this one must have the most shared memory, too.
 template <int kBytes, int kWidth>
 cudaError_t launch_copy(const FlashsciForwardParams& p, const BiasCopy& copy, uint32_t blocks,
                         cudaStream_t stream) {
@@ -147,7 +147,7 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   return launch_beside<kernel>(grid, C::kThreads, kSharedBytes, stream, a);
 }
 
-// cudaErrorNotSupported: another kernel must serve this call, nothing was launched.
+// cudaErrorNotSupported: another kernel must serve this call; nothing was launched.
 template <class Op>
 cudaError_t launch(const FlashsciForwardParams& p, cudaStream_t stream) {
   const bool copies = p.bias_mask.bias_strides.column != 1;

@@ -1,4 +1,4 @@
-// The producers of the sm90 triangle attention: a warp for each member, of which the first loads the
+// The producers of the sm90 triangle attention: a warp for each member; the first one loads the
 // bias, too.
 #pragma once
 #include <cstdint>
@@ -13,15 +13,16 @@
 
 namespace flashsci::sm90::triangle_fwd {
 
-// What a member sees of kChunk keys from first_key on: lane i of a warp has the bits of 32 keys from
-// 32 i on. All of it is asked for at once: a warp that waits for memory at each block is too slow for
-// its consumers.
+// The mask of a member for kChunk keys from first_key on: lane i of a warp has the bits of 32 keys
+// from 32 i on. All loads are issued at once: a warp that waits for memory at each block is too
+// slow for its consumers.
 struct VisibleKeys {
   static constexpr int kChunk = 32 * 32;
   uint32_t word;
   int first_key;
 
-  // Of kWords words from the i-th on. kStride: that of the keys, 0 where it is known now only.
+  // Loads kWords words from the i-th on. kStride: the stride of keys, 0 if it is known at run time
+  // only.
   template <int kWords, int kStride>
   __device__ __forceinline__ void read(const Args& a, const uint8_t* mask, int i) {
     const int lane = threadIdx.x % 32, key = first_key + i * 32 + lane;
@@ -36,7 +37,7 @@ struct VisibleKeys {
       if (lane == i + j) word = found;
     }
   }
-  // A whole warp.
+  // Called by a whole warp.
   __device__ __forceinline__ void load(const Args& a, const uint8_t* mask, int chunk) {
     first_key = chunk * kChunk;
     if (mask == nullptr) {
@@ -56,14 +57,14 @@ struct VisibleKeys {
   }
 };
 
-// A block of 64 keys and what the member sees of it.
+// A block of 64 keys and the keys of it that the member sees.
 struct VisibleBlock {
   int block;
   uint32_t shown[2];
 };
 
-// The first block from `block` on of which the member sees a key; plan.blocks: none. keys: of the chunk
-// that `block` is in. A whole warp.
+// The first block from `block` on with a key that the member sees; plan.blocks: none. keys: of the
+// chunk that `block` is in. Called by a whole warp.
 __device__ __forceinline__ VisibleBlock find_visible(const Args& a, const uint8_t* mask,
                                                      VisibleKeys& keys, int block) {
   constexpr int kBlocks = VisibleKeys::kChunk / 64;
@@ -84,7 +85,7 @@ __device__ __forceinline__ VisibleBlock find_visible(const Args& a, const uint8_
   }
 }
 
-// Brings the bias of one block once its stage is free. One thread.
+// Loads the bias of one block once its stage is free. One thread.
 template <class C>
 __device__ __forceinline__ void load_bias(SharedStorage<C>& shared, const Args& a,
                                           BiasRing<C>& ring, const UnitWalk<C>& walk, int block) {
@@ -137,7 +138,7 @@ struct KeyRing {
   }
 };
 
-// Loads K and V of a block, and says which it is. One thread.
+// Loads K and V of a block, and publishes its index. One thread.
 template <class C>
 __device__ __forceinline__ void load_kv(SharedStorage<C>& shared, const Args& a,
                                         const KeyRing<C>& ring, const UnitWalk<C>& walk, int place,
@@ -165,12 +166,12 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const Args& a,
   KeyRing<C> keys;
   BiasRing<C> bias;
   uint32_t phase = 0;      // of Q
-  bool needs_bias = true;  // it changes, or does not stay
+  bool needs_bias = true;  // it changes, or is not resident
   for (UnitWalk<C> walk(a); walk.more(); walk.next(), phase ^= 1) {
     if (enters_tile) order.enter_tile(walk);
     enters_tile = walk.leaves_tile();
-    // The last group may have fewer members than others: some do the work of the last one again, and
-    // store the same.
+    // The last group may have fewer members than others: some warps repeat the work of the last
+    // member, and store the same results.
     const auto member =
         static_cast<int>(min(order.group(walk) * C::kMembers + place, a.plan.members - 1));
     const uint8_t* mask = a.p.bias_mask.mask;
@@ -180,7 +181,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const Args& a,
       mask += at.batch0 * strides.batch0 + at.batch1 * strides.batch1 + walk.head * strides.head;
     }
     const bool brings_bias = place == 0 && needs_bias;
-    int biased = 0;  // blocks whose bias is on its way
+    int biased = 0;  // blocks whose bias has been requested
     const auto bring_bias = [&](int end) {
       if (a.plan.bias_copied != 0) ptx::wait_for_prerequisites();
 #pragma unroll 1
@@ -197,7 +198,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const Args& a,
     seen.load(a, mask, 0);
     VisibleBlock next = find_visible(a, mask, seen, 0);
     if (next.block == a.plan.blocks) next.block = 0;  // a member without keys has a hidden block
-    // All of it where it stays: consumers prepare it before they free K and V.
+    // All blocks of a resident bias: consumers prepare it before they free K and V.
     if (brings_bias && a.plan.resident) bring_bias(a.plan.blocks);
 #pragma unroll 1
     for (bool last = false; !last; keys.next()) {
@@ -206,7 +207,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const Args& a,
       last = next.block == a.plan.blocks;
       if (ptx::elect()) load_kv(shared, a, keys, walk, place, member, at, last);
       __syncwarp();
-      // After K and V: who waits for them does not free the bias of blocks before.
+      // After K and V: consumers that wait for them do not free the bias of earlier blocks.
       if (brings_bias) bring_bias(last ? a.plan.blocks : at.block + 1);
     }
     if (a.plan.resident) {

@@ -22,8 +22,8 @@
 namespace flashsci::sm90::triangle_fwd {
 
 // Descriptor of a tile of rows of 64 bytes in 64-byte swizzle, 512-byte aligned as TMA writes it;
-// its second dimension takes one box, so that no block_bytes are needed (ptx/wgmma.cuh). start:
-// its address below 2^18 / 16; all that differs from one to another is in this word.
+// its second dimension takes one box, so that no block_bytes are needed (ptx/wgmma.cuh). start: its
+// address below 2^18 / 16; descriptors differ only in this word.
 __device__ __forceinline__ uint64_t narrow_descriptor(uint32_t start) {
   return static_cast<uint64_t>(512 >> 4 | 2u << 30) << 32 | start;
 }
@@ -40,7 +40,7 @@ struct Consumer {
   const int lane, warp_row;
   const uint32_t k_start, v_start;         // of the first stages, for descriptors
   const uint32_t kv_full, kv_empty, info;  // addresses of the first stages
-  const bool prepared;                     // the bias is (bias.cuh)
+  const bool prepared;                     // the bias is prepared (bias.cuh)
   const uint32_t bias_ready;               // barrier of its first stage
 
   float s[kBlockK / 2];         // scores
@@ -49,7 +49,7 @@ struct Consumer {
   uint32_t q[kHeadDim / 16][4];
   RowStatistics rows;
   KeyRing<C> keys;
-  int member;         // of the unit
+  int member;         // index in the unit
   uint32_t used = 0;  // the barrier of K and V whose P V is in flight
   BiasRing<C> bias;
 
@@ -89,7 +89,7 @@ struct Consumer {
     for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.f;
     rows.sum[0] = rows.sum[1] = 0.f;
   }
-  // Where the bias stays the consumers prepare blocks in turn, at the first unit of a tile.
+  // For a resident bias the consumers prepare blocks in turn, at the first unit of a tile.
   __device__ __forceinline__ void prepare() const {
 #pragma unroll 1
     for (int block = w; block < a.plan.blocks; block += C::kConsumers) {
@@ -102,7 +102,7 @@ struct Consumer {
   __device__ __forceinline__ void wait_bias() const {
     ptx::mbarrier_wait(bias_ready + bias.stage * 8, bias.phase);
   }
-  // Hands on the bias of blocks that the member does not see.
+  // Releases the bias of blocks that the member does not see.
   __device__ __forceinline__ void skip_bias(int count, bool frees_bias) {
 #pragma unroll 1
     for (; count > 0; --count, bias.next()) {
@@ -146,7 +146,7 @@ struct Consumer {
     ptx::wgmma_tie(s);
     ptx::wgmma_tie(o);
   }
-  // P out of S. first: no row has an offset yet.
+  // P from S. first: no row has an offset yet.
   __device__ __forceinline__ void softmax(bool first) {
     float maximum[2], sum[2];
     if (first) start_offsets(rows, s, maximum, a.plan.exp_scale);
@@ -158,8 +158,9 @@ struct Consumer {
       rows.sum[1] += sum[1];
     }
   }
-  // The next block that the member sees; `block` becomes it. Returns whether it is the last one. P V
-  // of the block before is in flight on entry (but for the first), that of this one on return.
+  // The next block that the member sees; `block` becomes it. Returns whether it is the last one. P
+  // V of the previous block is in flight on entry (except for the first), that of this one on
+  // return.
   __device__ __forceinline__ bool step(int& block, bool frees_bias) {
     const int before = block;
     ptx::mbarrier_wait(kv_full + keys.stage * 8, keys.phase);
@@ -183,8 +184,8 @@ struct Consumer {
     return block_last & 1;
   }
 
-  // Normalises, writes lse and the output: every warp stages its rows in shared memory of its own
-  // and the copy engine stores them.
+  // Normalises, writes lse and the output: every warp stages its rows in its own part of shared
+  // memory and the copy engine stores them.
   __device__ __forceinline__ void write(const UnitWalk<C>& walk) {
     const int row = ptx::redux_max(walk.row + w % C::kRowTiles * 64 + warp_row);
     const int rows_left = a.p.seq_q - row;

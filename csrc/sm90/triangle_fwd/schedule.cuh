@@ -1,6 +1,6 @@
-// Who computes what, and when: units are numbered tile by tile, and a CTA takes a run of them, so
-// that it keeps the bias of a tile; which members a unit has depends on the time, so that all CTAs
-// are at neighbouring members, whose K and V the second-level cache then holds for all of them.
+// The schedule: units are numbered tile by tile, and a CTA takes a run of them, so that it keeps
+// the bias of a tile. The members of a unit depend on the time, so that all CTAs are at
+// neighbouring members, whose K and V the second-level cache then holds for all of them.
 #pragma once
 #include <cstdint>
 
@@ -21,11 +21,11 @@ __device__ __forceinline__ uint32_t cta_of(const Plan& plan, uint32_t unit) {
   return unit < longer ? unit / (plan.units + 1) : plan.rest + (unit - longer) / plan.units;
 }
 
-// Where a CTA stands in its run of units.
+// A CTA's position in its run of units.
 template <class C>
 struct UnitWalk {
   const Args& a;
-  uint32_t unit, end, place;  // place: of the unit in its tile
+  uint32_t unit, end, place;  // place: index of the unit in its tile
   int row, head, outer;       // first query row; index along the batch dimension that is not shared
 
   __device__ __forceinline__ explicit UnitWalk(const Args& a_) : a(a_) {
@@ -55,14 +55,15 @@ struct UnitWalk {
   }
 };
 
-// The CTAs of a tile take its groups of members in the order of time, each of its own run: those that
-// spend all of it here; one that is here at the end of its run only, one at the beginning only.
+// The CTAs of a tile take its groups of members in time order, each for its own run: most spend all
+// of the time on this tile; one arrives at the end of its run, and one leaves after the beginning
+// of its run.
 struct GroupOrder {
   uint32_t run;            // first unit of this CTA
-  uint32_t whole, longer;  // CTAs that are here all the time; those of them with a unit more
-  uint32_t late_from;      // when one comes that began in the tile before
-  uint32_t early_until;    // when one leaves for the next tile
-  uint32_t rank;           // of this CTA: below `whole`, or kLate or kEarly
+  uint32_t whole, longer;  // CTAs that are here all the time; those with one more unit
+  uint32_t late_from;      // arrival time of the CTA that began in the previous tile
+  uint32_t early_until;    // departure time of the CTA that goes on to the next tile
+  uint32_t rank;           // index of this CTA: below `whole`, or kLate or kEarly
 
   static constexpr uint32_t kLate = 1u << 30, kEarly = kLate + 1, kNever = ~0u;
 

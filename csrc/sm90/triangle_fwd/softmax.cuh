@@ -1,6 +1,6 @@
-// From a block of scores to P: without looking for their maximum where rows have seen keys, since it
-// hardly moves, and carefully where the sums show that a score has outgrown it. The rules are those
-// of fwd/softmax.cuh; but the scores stay, so that nothing is computed again.
+// From a block of scores to P: without a search for their maximum if rows have seen keys, since it
+// hardly moves, and carefully if the sums show that a score has grown too much. The rules are those
+// of fwd/softmax.cuh; but the scores stay in registers, so that nothing is computed again.
 #pragma once
 #include <cstdint>
 
@@ -8,8 +8,8 @@
 
 namespace flashsci::sm90::triangle_fwd {
 
-// P = exp2(exp_scale S - offset), packed as operand of P V. sum: of what this lane holds of its two
-// rows, before it is rounded. kLimited: as in core/lazy_softmax.cuh.
+// P = exp2(exp_scale S - offset), packed as operand of P V. sum: this lane's part for its two rows,
+// before rounding. kLimited: as in core/lazy_softmax.cuh.
 template <class Op, bool kLimited, int kCount>
 __device__ __forceinline__ void exponentials(uint32_t (&p)[kCount / 8][4], const float (&s)[kCount],
                                              const RowStatistics& rows, float exp_scale,
@@ -35,8 +35,8 @@ __device__ __forceinline__ bool overflows(const float (&sum)[2]) {
   return __any_sync(0xffffffffu, fmaxf(sum[0], sum[1]) > fwd::kOverflow);
 }
 
-// The offset follows the maximum, sums and output follow it. Where scores are so large that the
-// roundings of the offset overflow, exponents are cut.
+// The offset follows the maximum; sums and output are rescaled. If scores are so large that the
+// roundings of the offset overflow, exponents are limited.
 template <class Op, int kCount, int kOutputs>
 __device__ __forceinline__ void softmax_carefully(uint32_t (&p)[kCount / 8][4],
                                                   const float (&s)[kCount], float (&o)[kOutputs],

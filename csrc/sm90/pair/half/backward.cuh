@@ -1,16 +1,16 @@
-// The gradients of attention in 16 bits with a bias whose heads lie side by side.
+// The gradients of attention in 16 bits with a bias whose heads are neighbours in memory.
 //
 // Maths     P = exp(scale Q K^T + bias - lse), dP = dO V^T, dS = P (dP - delta): dbias = dS,
 //           dQ = scale dS K, dK = scale dS^T Q, dV = P^T dO.
 // Roles     Two kinds of clusters in one launch, each with kRows rows of some heads. Those of
 //           queries go through blocks of keys as in forward.cuh, for dQ and dbias; those of keys
-//           through blocks of queries, for dK and dV. So S and dP are computed twice, and nothing
-//           is added up in memory: results are the same from run to run.
-// Shared    Q and dO, or K and V; stages of the others, bias and statistics; parts of gradients:
-//           `Storage` (config.cuh).
-// Pipeline  As forward.cuh; dS is written where its bias was, and leaves from there by TMA before
-//           the next block comes.
-// Limits    As forward.cuh. D 32 leaves room for one stage.
+//           through blocks of queries, for dK and dV. So S and dP are computed twice, and no sums
+//           are made in global memory: results are the same from run to run.
+// Shared    Q and dO, or K and V; stages of the others, bias and statistics; partial sums of
+//           gradients: `Storage` (config.cuh).
+// Pipeline  As in forward.cuh; dS overwrites its bias, and TMA stores it from there before the next
+//           block arrives.
+// Limits    As in forward.cuh. D 32 leaves room for one stage.
 #pragma once
 #include <cuda_runtime.h>
 #include <cstddef>
@@ -55,7 +55,7 @@ struct BackwardBlock {
                                            uint32_t tiles)
       : p(p), plan(plan), maps(maps), shared(shared), place(cluster, tiles, p.heads_q, p.batch1) {}
 
-  // Products of a head: rows that the CTA keeps, and those of a stage.
+  // Products of a head: the CTA's own rows with those of a stage.
   __device__ __forceinline__ void multiply_rows(Scores& c, uint32_t kept, uint32_t block,
                                                 int head) const {
     Operand<kDim> rows;
@@ -67,14 +67,14 @@ struct BackwardBlock {
     return shown ? ptx::ex2_approx(fmaf(fmaf(s, scale, bias), kLog2e, negated_lse)) : 0.f;
   }
 
-  // By the thread that copies: what the CTA keeps.
+  // Loads the CTA's own data; called by the copying thread.
   __device__ __forceinline__ void copy_own(const CUtensorMap& first,
                                            const CUtensorMap& second) const {
     ptx::mbarrier_arrive_expect(own_copied, sizeof(shared.own));
     copy_rows<kDim>(own, first, place, first_row, own_copied);
     copy_rows<kDim>(other_own, second, place, first_row, own_copied);
   }
-  // The same thread for a tile of queries.
+  // The copying thread for a tile of queries.
   __device__ __forceinline__ void copy_queries(const Blocks<C>& blocks) const {
     const auto issue = [&](uint32_t stage, uint32_t barrier, int key) {
       copy_block<kDim>(stage, barrier, place, maps.k, maps.v, maps.bias, key, first_row, 0);
@@ -135,7 +135,7 @@ struct BackwardBlock {
           s[head][i / 4][i % 4] *= dp[i / 4][i % 4] + of_row[head][i % 4 / 2].y;
         multiply<Op, kDim>(dq[head], s[head], w.block_rows(stage + kFirst), w.quad, head);
       }
-      if (p.dbias != nullptr) {  // from where the bias was
+      if (p.dbias != nullptr) {  // from the place of the bias
         write_cells(s, stage + kCells, w);
         ptx::fence_proxy_async();
       }
@@ -144,13 +144,13 @@ struct BackwardBlock {
     if (p.dq == nullptr) return;
     Pieces<kQuad, kDqPieces> x;
     put(x, dq, 0);
-    add_up(blocks.stage + kFirst, x);  // not where dS may still leave
+    add_up(blocks.stage + kFirst, x);  // in memory that dS does not use
     exchange.template for_rows<kDqPieces>(w, [&](int head, int row, auto&& load) {
       write(p.dq, p.dq_strides, p.seq_q, p.scale, head, row, 0, load);
     });
   }
 
-  // The thread that copies, for a tile of keys.
+  // The copying thread for a tile of keys.
   __device__ __forceinline__ void copy_keys(const Blocks<C>& blocks) const {
     const auto issue = [&](uint32_t stage, uint32_t barrier, int query) {
       copy_block<kDim>(stage, barrier, place, maps.q, maps.dout, maps.bias_of_keys, query,
@@ -160,7 +160,7 @@ struct BackwardBlock {
         ptx::bulk_load(stage + kStatistics + head * kRows * 8,
                        statistics + head * plan.statistics_rows + query, kRows * 8, barrier);
     };
-    ptx::fence_proxy_async_global();  // statistics are copied
+    ptx::fence_proxy_async_global();  // statistics are read by copies
     copy_own(maps.k, maps.v);
     blocks.start(issue);
     blocks.refill([](uint32_t, int) {}, issue);
@@ -224,7 +224,7 @@ struct BackwardBlock {
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) x[head][first + i / 4][i % 4] = sums[head][i / 4][i % 4];
   }
-  // Through memory of stages.
+  // Through the memory of stages.
   template <int kPieces>
   __device__ __forceinline__ void add_up(uint32_t memory, const Pieces<kQuad, kPieces>& x) const {
     Pieces<kQuad / 2, kPieces> ours, theirs;
@@ -236,7 +236,7 @@ struct BackwardBlock {
     }
     exchange.push(ours, w);
   }
-  // A row of a gradient: factor times the sums of pieces from `first` on.
+  // Writes a row of a gradient: factor times the sums of pieces from `first` on.
   template <class Load>
   __device__ __forceinline__ void write(void* data, const FlashsciStrides& strides, int end,
                                         float factor, int head, int row, int first,

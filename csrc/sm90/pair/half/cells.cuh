@@ -1,8 +1,9 @@
-// How a lane sees the rows and pairs of its warp.
+// The rows and pairs of a warp, as its lanes see them.
 //
-// Column c of a fragment of 16 scores stands for row row_of_column(c) of the stage's 16: so four
-// lanes have neighbouring pairs, 128 bytes, and the lanes of the next row the other halves of them
-// (TMA exchanges those of 16 bytes in every other 128): no two of eight lanes meet in a bank.
+// Column c of a fragment of 16 scores stands for row row_of_column(c) of the stage's 16. So four
+// lanes have neighbouring pairs, 128 bytes, and the lanes of the next row have the other halves of
+// them (TMA exchanges pieces of 16 bytes in every other 128): no two of eight lanes have a bank
+// conflict.
 #pragma once
 #include <cstdint>
 
@@ -16,25 +17,25 @@ __device__ __forceinline__ int row_of_column(int c) { return (c & 8) | (c & 1) *
 // A warp's part of the work.
 struct Warp {
   const int warp = threadIdx.x / 32;
-  const int row = warp % 2 * kWarpRows;                           // its first of the CTA's
+  const int row = warp % 2 * kWarpRows;                           // its first row in the CTA
   const int quad = warp / 2 % 2 * kQuad;                          // its first head
-  const int half = warp / 4;                                      // its rows of a stage
+  const int half = warp / 4;                                      // its half of a stage's rows
   const int group = threadIdx.x / 4 % 8, lane = threadIdx.x % 4;  // of score fragments
 
-  // Where its rows begin, in what the CTA keeps and in a stage.
+  // The offsets of its rows, in the CTA's own data and in a stage.
   __device__ __forceinline__ uint32_t own_rows(uint32_t rows) const {
     return rows + row * kPanelBytes;
   }
   __device__ __forceinline__ uint32_t block_rows(uint32_t rows) const {
     return rows + half * kWarpRows * kPanelBytes;
   }
-  // Of element (n, e) of a lane's score fragment: its place among the stage's rows.
+  // The row, within the stage, of element (n, e) of a lane's score fragment.
   __device__ __forceinline__ int column(int n, int e) const {
     return half * kWarpRows + n * 8 + e % 2 * 4 + lane;
   }
 };
 
-// The keys of a lane's columns, of which 0 is not to be attended.
+// The mask of the keys of a lane's columns; 0 hides a key.
 struct ShownColumns {
   uint8_t key[4];
 
@@ -45,7 +46,7 @@ struct ShownColumns {
   __device__ __forceinline__ bool operator()(int n, int e) const { return key[n * 2 + e % 2] != 0; }
 };
 
-// Calls each(n, e, place) for a lane's pairs, with where the heads of its warp are.
+// Calls each(n, e, place) for a lane's pairs, with the place of the warp's heads.
 template <class Each>
 __device__ __forceinline__ void for_cells(uint32_t cells, const Warp& w, Each&& each) {
   constexpr int kRowBytes = kBoxPairs * kCellBytes, kBox = kRows * kRowBytes;

@@ -1,5 +1,5 @@
-// From what each warp has of the rows of a CTA, and each CTA of a cluster, to results in memory:
-// every CTA adds up those of some heads, which the others push to it.
+// From partial results of the warps of a CTA, and of the CTAs of a cluster, to results in global
+// memory: every CTA adds up some heads, which the other CTAs push to it.
 #pragma once
 #include <cstdint>
 
@@ -10,7 +10,7 @@
 
 namespace flashsci::sm90::pair::half {
 
-// What a lane has of some heads, 16 bytes of rows g and g + 8 each.
+// A lane's data of some heads, 16 bytes of rows g and g + 8 each.
 template <int kHeadCount, int kPieces>
 using Pieces = float[kHeadCount][kPieces][4];
 
@@ -26,9 +26,9 @@ __device__ __forceinline__ void load_piece(float (&x)[4], uint32_t place) {
   x[2] = __uint_as_float(v.z), x[3] = __uint_as_float(v.w);
 }
 
-// Two warps that differ in their half of the rows of stages only: each gives the other what it has
-// of two heads, and goes on with what both have of the other two. `memory`: of stages, whose blocks
-// are all done.
+// Two warps that differ only in their half of the stages' rows: each gives the other its sums of
+// two heads, and keeps the sum of both for the other two. `memory`: of stages, when all blocks are
+// done.
 template <int kPieces>
 __device__ __forceinline__ void exchange_halves(Pieces<kQuad / 2, kPieces>& ours,
                                                 Pieces<kQuad / 2, kPieces>& theirs,
@@ -55,7 +55,7 @@ __device__ __forceinline__ void exchange_halves(Pieces<kQuad / 2, kPieces>& ours
     load_piece(theirs[i / kPieces][i % kPieces], place + w.warp * kBytes + i * kPieceBytes);
 }
 
-// Who adds up what: CTA r those of kHeads / size heads, from r kHeads / size on.
+// The owners of sums: CTA r adds up kHeads / size heads, from r kHeads / size on.
 template <class C>
 struct Exchange {
   static constexpr int kTiles = kRows / kWarpRows;
@@ -64,7 +64,7 @@ struct Exchange {
   const int rank = ptx::cluster_rank(), size = ptx::cluster_size();
   const int heads = kHeads >> size / 2;  // size: 1, 2 or 4
 
-  // What a warp has of the two heads that it went on with.
+  // The address of a warp's sums of the two heads that it has kept.
   template <int kPieces>
   __device__ __forceinline__ void push(const Pieces<kQuad / 2, kPieces>& x, const Warp& w) const {
     const uint32_t summed = ptx::shared_address(&shared.summed);
@@ -79,9 +79,9 @@ struct Exchange {
         ptx::push(target + piece * kPieceBytes, x[i][piece], barrier);
     }
   }
-  // Calls each(head, row, load) for rows of this CTA's heads, when all have pushed theirs: load(r,
-  // piece) gives two neighbours of a row that CTA r has in a piece; for CTAs that there are not,
-  // those of the last, so that all are loaded at a time.
+  // Calls each(head, row, load) for rows of this CTA's heads, when all CTAs have pushed theirs:
+  // load(r, piece) gives two neighbours of a row from CTA r's part of a piece. CTAs that do not
+  // exist repeat the last one, so that all loads are issued together.
   template <int kPieces, class Each>
   __device__ __forceinline__ void for_rows(const Warp& w, Each&& each) const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.summed), 0);

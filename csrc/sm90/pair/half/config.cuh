@@ -1,10 +1,10 @@
-// Attention in 16 bits with an fp32 bias whose heads lie side by side in memory
-// (../config.cuh): what its kernels have in common.
+// The common part of the kernels of attention in 16 bits with an fp32 bias whose heads are
+// neighbours in memory (../config.cuh).
 //
-// A CTA has 32 rows of eight heads and the CTAs of a cluster share the others' side, as in fp32.
-// But products take next to no time here: what is left is copies, shared memory, and the sums of a
-// cluster. So a thread of its own copies, rows of eight heads at a time, nothing meets in a bank,
-// and parts of sums are pushed to the CTA that adds them up.
+// A CTA has 32 rows of eight heads and the CTAs of a cluster share the other side, as in fp32. But
+// products take almost no time here; copies, shared memory, and the sums of a cluster remain. So a
+// separate thread copies, rows of eight heads at a time, accesses have no bank conflicts, and
+// partial sums are pushed to the CTA that adds them up.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -13,12 +13,12 @@
 
 namespace flashsci::sm90::pair::half {
 
-// With a warpgroup of which one thread copies: registers move by warpgroups.
+// Includes a warpgroup of which one thread copies: registers move by warpgroups.
 inline constexpr int kLaunched = kThreads + 128, kCopyRegisters = 24, kRegisters = 240;
 
-// Rows of eight heads side by side, as they lie in memory, cut into 128 bytes each, in which TMA
-// exchanges pieces of 16. (By heads TMA takes three cycles for each 48 bytes, as long as for all
-// else.)
+// Rows of eight neighbouring heads, as in global memory, cut into 128 bytes each, in which TMA
+// exchanges pieces of 16. (If it copied by heads, TMA would take three cycles for each 48 bytes, as
+// long as all other work.)
 inline constexpr int kPanelBytes = 128;
 template <int kDim>
 struct alignas(1024) Rows {
@@ -26,9 +26,9 @@ struct alignas(1024) Rows {
   unsigned char panel[kPanels][kRows][kPanelBytes];
 };
 
-inline constexpr int kBoxPairs = 4;  // of a row: 128 bytes of a box of pairs
+inline constexpr int kBoxPairs = 4;  // per row: 128 bytes of a box of pairs
 
-// A block of what a CTA goes through.
+// A block of the other side.
 template <int kDim>
 struct alignas(1024) Stage {
   unsigned char cells[kRows / kBoxPairs][kRows][kBoxPairs * kCellBytes];
@@ -36,7 +36,7 @@ struct alignas(1024) Stage {
   float2 statistics[kHeads][kRows];  // of queries
 };
 
-// kOwn: tensors of which a CTA keeps its rows. kPieces: what a lane has in the end of a head, in 16
+// kOwn: tensors whose rows the CTA keeps. kPieces: a lane's results of a head, in pieces of 16
 // bytes.
 template <class Op_, int kDim_, int kOwn_, int kPieces_>
 struct Tiling {
@@ -51,14 +51,14 @@ struct Tiling {
 template <class C>
 struct alignas(1024) Storage {
   Stage<C::kDim> stage[C::kStages];
-  unsigned char parts[C::kPartBytes];  // what the CTAs of the cluster have of this one's heads
+  unsigned char parts[C::kPartBytes];  // this CTA's heads from all CTAs of the cluster
   Rows<C::kDim> own[C::kOwn];
   uint64_t copied[C::kStages], read[C::kStages], own_copied, summed;  // mbarriers
 };
 
 struct Maps {
   CUtensorMap q, k, v, dout;
-  // All keys of a query side by side, or all queries of a key.
+  // All keys of a query are neighbours, or all queries of a key.
   CUtensorMap bias, dbias, bias_of_keys;
 };
 

@@ -1,13 +1,13 @@
-// Forward attention in 16 bits with a bias whose heads lie side by side.
+// Forward attention in 16 bits with a bias whose heads are neighbours in memory.
 //
 // Maths     S = scale Q K^T + bias, P = exp(S - max), O = P V / sum P, lse = max + log sum P.
-// Roles     A cluster has kRows queries of kHeads heads, and each of its CTAs every so many-th
-//           block of keys. A warp has half of the queries, of the heads and of the keys of a block;
-//           one more thread copies. At the end halves add up what they have, and push it to the
-//           CTA that has the head.
-// Shared    Q; stages of K, V and bias; parts of the output: `Storage` (config.cuh).
-// Pipeline  TMA, as many blocks ahead as there are stages (pipeline.cuh).
-// Limits    None alone: at 384 tokens a launch, copies, arithmetic and sums take 2 us each.
+// Roles     A cluster has kRows queries of kHeads heads; CTA r of n takes blocks of keys r, r + n,
+//           ... A warp has half of the queries, of the heads and of the keys of a block; one more
+//           thread copies. At the end halves add up their results, and push them to the CTA that
+//           has the head.
+// Shared    Q; stages of K, V and bias; partial outputs: `Storage` (config.cuh).
+// Pipeline  TMA runs ahead by the number of stages (pipeline.cuh).
+// Limits    No single one: at 384 tokens launch, copies, arithmetic and sums take 2 us each.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -55,13 +55,13 @@ struct ForwardRows {
         s[head][n][e] = shown(n, e) ? score : -INFINITY;
       }
     }
-    // Of all heads at a time: the compiler moves nothing across its branches.
+    // All heads at a time: the compiler moves nothing across its branches.
     online_softmax_lazily(s, o, row_max, row_sum, kLog2e);
 #pragma unroll
     for (int head = 0; head < kQuad; ++head)
       multiply<Op, kDim>(o[head], s[head], w.block_rows(stage + kSecond), w.quad, head);
   }
-  // Of rows g and g + 8 the largest score and this lane's sum, then o.
+  // For rows g and g + 8 the largest score and this lane's sum, then o.
   __device__ __forceinline__ void pieces(Pieces<kQuad, C::kPieces>& x) const {
 #pragma unroll
     for (int head = 0; head < kQuad; ++head) {
@@ -76,13 +76,13 @@ struct ForwardRows {
   }
 };
 
-// x becomes what it is with the other half of the keys.
+// x becomes the sum with the other half of the keys.
 template <int kCount, int kPieces>
 __device__ __forceinline__ void add_keys(Pieces<kCount, kPieces>& x,
                                          const Pieces<kCount, kPieces>& theirs) {
 #pragma unroll
   for (int i = 0; i < kCount * 2; ++i) {
-    const int head = i / 2, half = i % 2 * 2;  // of a piece
+    const int head = i / 2, half = i % 2 * 2;  // half: of a piece
     float &maximum = x[head][0][half], &sum = x[head][0][half + 1];
     const float next = fmaxf(maximum, theirs[head][0][half]);
     const float own = weight_of(maximum, next), other = weight_of(theirs[head][0][half], next);
@@ -96,8 +96,8 @@ __device__ __forceinline__ void add_keys(Pieces<kCount, kPieces>& x,
   }
 }
 
-// Of a row, from the largest score and the sum of a lane that each CTA has: what to multiply its
-// output by. Returns lse.
+// The factors of each CTA's output for a row, from the largest score and the sum of a lane that
+// each CTA has. Returns lse.
 template <class Load>
 __device__ __forceinline__ float weigh(float (&weight)[kMostCtas], int size, Load&& load) {
   float2 part[kMostCtas];

@@ -1,5 +1,5 @@
-// The host side of the kernels in 16 bits: which calls they take, and the launch. Each kernel
-// begins before what precedes it in the stream ends, and waits for it.
+// The host side of the kernels in 16 bits: the calls they take, and the launch. Each kernel begins
+// before its predecessor in the stream ends, and waits for that end.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -16,13 +16,13 @@
 
 namespace flashsci::sm90::pair::half {
 
-// Rows of 16-byte pieces.
+// Whether rows consist of 16-byte pieces.
 inline bool by_pieces(const void* data, const FlashsciStrides& s) {
   return (s.batch0 | s.batch1 | s.head | s.row) % 8 == 0 &&
          reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
-// Rows of all heads are whole, so that TMA has them in pieces of 128 bytes.
+// Whether rows of all heads are contiguous, so that TMA copies them in pieces of 128 bytes.
 template <class Params>
 bool takes(const Params& p) {
   const auto packed = [&](const FlashsciStrides& strides) { return strides.head == p.head_dim; };

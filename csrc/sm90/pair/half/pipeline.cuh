@@ -10,7 +10,8 @@ namespace flashsci::sm90::pair::half {
 __device__ __forceinline__ bool copies() { return threadIdx.x == kThreads; }
 
 // The storage in dynamic shared memory. Its barriers are ready for all CTAs of a cluster after
-// cluster_wait(), for the thread that copies at once. part_bytes: what will be pushed into `parts`.
+// cluster_wait(), and for the copying thread at once. part_bytes: size of the data that will be
+// pushed into `parts`.
 template <class C>
 __device__ __forceinline__ Storage<C>& start_storage(unsigned char* memory, int part_bytes) {
   const uint32_t rest = -ptx::shared_address(memory) & 1023;
@@ -32,7 +33,7 @@ __device__ __forceinline__ Storage<C>& start_storage(unsigned char* memory, int 
   return shared;
 }
 
-// Of a cluster, CTA `rank` takes blocks rank, rank + size, ... of so many rows.
+// CTA `rank` of a cluster takes blocks rank, rank + size, ... of this number of rows.
 template <class C>
 struct Blocks {
   static constexpr uint32_t kStageBytes = sizeof(Stage<C::kDim>);
@@ -45,7 +46,7 @@ struct Blocks {
         copied(ptx::shared_address(&shared.copied[0])),
         read(ptx::shared_address(&shared.read[0])) {}
 
-  // Calls issue(stage, barrier, row) for those that there are stages for.
+  // Calls issue(stage, barrier, row) for the first blocks, one per stage.
   template <class Issue>
   __device__ __forceinline__ void start(Issue&& issue) const {
 #pragma unroll
@@ -53,8 +54,7 @@ struct Blocks {
       if (first + i * stride < rows)
         issue(stage + i * kStageBytes, copied + i * 8, first + i * stride);
   }
-  // Each time that a block has been worked on, leave(stage, row) first, then issue() of the one
-  // that takes its place.
+  // After each block, leave(stage, row) first, then issue() for the block that takes its place.
   template <class Leave, class Issue>
   __device__ __forceinline__ void refill(Leave&& leave, Issue&& issue) const {
     for_slots([&](int slot, uint32_t parity, int row) {
@@ -88,7 +88,7 @@ struct Blocks {
   }
 };
 
-// Rows of all heads from `row` on, by the thread that copies; zeros past the last row.
+// Loads rows of all heads from `row` on; called by the copying thread; zeros past the last row.
 template <int kDim>
 __device__ __forceinline__ void copy_rows(uint32_t target, const CUtensorMap& map,
                                           const Place& place, int row, uint32_t barrier) {
@@ -98,8 +98,8 @@ __device__ __forceinline__ void copy_rows(uint32_t target, const CUtensorMap& ma
                      place.head * kDim + i * (kPanelBytes / 2), row, 0, place.batch1, place.batch0);
 }
 
-// Part of a stage, by the same thread: the rows of two tensors from `row` on, and their pairs with
-// the CTA's rows from `own` on. What else the stage has is in `bytes`.
+// Loads part of a stage, in the same thread: the rows of two tensors from `row` on, and their pairs
+// with the CTA's rows from `own` on. `bytes`: the rest of the stage.
 template <int kDim>
 __device__ __forceinline__ void copy_block(uint32_t stage, uint32_t barrier, const Place& place,
                                            const CUtensorMap& first, const CUtensorMap& second,

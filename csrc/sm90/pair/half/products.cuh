@@ -1,5 +1,5 @@
-// Products of 16-bit operands for one warp, by mma of m16n8k16, and for eight of 24 dims of m16n8k8
-// (Op::mma_eight).
+// Products of 16-bit operands for one warp, by mma of m16n8k16, and for the last eight of 24 dims
+// by m16n8k8 (Op::mma_eight).
 #pragma once
 #include <cstdint>
 
@@ -13,10 +13,10 @@ namespace flashsci::sm90::pair::half {
 template <int kDim>
 using Operand = uint32_t[kDim / 8][2];
 
-// Where heads of a row of Rows are: piece x of 16 bytes of a warp's four heads, and x + 1 for lanes
-// whose `odd` is 1 (x is even then). `rows` begin at a multiple of eight. What depends on x is
-// known to the compiler: an XOR and an immediate remain. (Of 24 dims four heads are a panel and a
-// half.)
+// The place of heads in a row of Rows: piece x of 16 bytes of a warp's four heads, and x + 1 for
+// lanes whose `odd` is 1 (x is even then). `rows` begin at a multiple of eight. The compiler knows
+// everything that depends on x: an XOR and an immediate remain. (With 24 dims four heads are a
+// panel and a half.)
 template <int kDim>
 __device__ __forceinline__ uint32_t place_of(uint32_t rows, int quad, int x, int row, int odd = 0) {
   constexpr int kPanel = sizeof(Rows<kDim>::panel[0]);
@@ -26,8 +26,8 @@ __device__ __forceinline__ uint32_t place_of(uint32_t rows, int quad, int x, int
   return (start ^ x % 8 * 16) + x / 8 * kPanel;
 }
 
-// Of eight dims that a head has, the first of a pair that begins at an even piece, and of 24 dims
-// the one that is left.
+// For a head's groups of eight dims: the first of a pair that begins at an even piece, and for 24
+// dims the group that is left over.
 template <int kDim>
 __device__ __forceinline__ constexpr int pair_of(int head, int i) {
   return i * 2 + (kDim == 24 ? head % 2 : 0);
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_operand(Operand<kDim>& a, uint32_t rows, in
                      place_of<kDim>(rows, quad, first + single_of(head), lane % 16));
 }
 
-// C += A B^T of a head, where rows of B are those of columns (cells.cuh).
+// C += A B^T of a head; rows of B are those of columns (cells.cuh).
 template <class Op, int kDim>
 __device__ __forceinline__ void multiply_transposed(float (&c)[2][4], const Operand<kDim>& a,
                                                     uint32_t b, int quad, int head) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[2][4], const Oper
   }
 }
 
-// C += P B of a head, where rows of B are those of P's columns.
+// C += P B of a head; rows of B are those of P's columns.
 template <class Op, int kDim>
 __device__ __forceinline__ void multiply(float (&c)[kDim / 8][4], const float (&p)[2][4],
                                          uint32_t b, int quad, int head) {

@@ -1,5 +1,5 @@
-// What the backward needs to know of each query besides q and dout: as ../statistics.cuh, of 16-bit
-// rows.
+// The statistics of each query that the backward needs besides q and dout: those of
+// ../statistics.cuh, for 16-bit rows.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,7 +10,7 @@
 
 namespace flashsci::sm90::pair::half {
 
-// A head has `rows` of them, a multiple of kRowsOfBlock.
+// A head has `rows` entries, a multiple of kRowsOfBlock.
 template <class Op>
 __global__ void __launch_bounds__(kRowThreads)
     statistics_kernel(const __grid_constant__ FlashsciBackwardParams p, float2* statistics,
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kRowThreads)
   if (threadIdx.x % kRowLanes != 0) return;
   float2& target = statistics[int64_t{place.batch_head} * rows + row];
   if (row >= p.seq_q) {
-    target = make_float2(0.f, 0.f);  // P of zeros then, which adds nothing
+    target = make_float2(0.f, 0.f);  // padding: P is finite, and rows of zeros add nothing
     return;
   }
   if (p.dlse != nullptr)
