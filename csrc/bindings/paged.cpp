@@ -96,6 +96,11 @@ int32_t int32_of(int64_t value, const char* what) {
   return static_cast<int32_t>(value);
 }
 
+// A side of a window, which int32 holds.
+int32_t side(int64_t bound) {
+  return static_cast<int32_t>(std::clamp<int64_t>(bound, -1, std::numeric_limits<int32_t>::max()));
+}
+
 void check_numbers(double scale, double softcap, int64_t window_left, int64_t window_right) {
   FLASHSCI_CHECK(std::isfinite(static_cast<float>(scale)), "scale must be finite, got ", scale);
   FLASHSCI_CHECK(softcap >= 0 && std::isfinite(static_cast<float>(softcap)),
@@ -206,9 +211,6 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   p.head_dim = int32_of(q.size(2), "head dims");
   p.head_dim_v = int32_of(v_cache.size(3), "head dims");
   p.scale = static_cast<float>(scale), p.softcap = static_cast<float>(softcap);
-  const auto side = [](int64_t x) {
-    return static_cast<int32_t>(std::clamp<int64_t>(x, -1, std::numeric_limits<int32_t>::max()));
-  };
   p.window_left = side(window_left), p.window_right = side(window_right);
   p.device = device;
   int error;
