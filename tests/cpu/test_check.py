@@ -24,14 +24,16 @@ def no_library(monkeypatch):
 
 @pytest.fixture
 def bearable(monkeypatch):
-    """Scores that plain PyTorch survives in float16: it is judged here, too."""
+    """Cases that the reference survives in float16 and that Triton serves: moderate scores, no gradient of key weights beside a sink."""
     planned = planning.plan_cases
+
+    def eased(case):
+        learnt = case.variant.key_weight_grad and not case.variant.sink
+        variant = replace(case.variant, key_weight_grad=learnt)
+        return replace(case, variant=variant, magnitude="unit", scale=None, bias_number="")
+
     monkeypatch.setattr(
-        planning,
-        "plan_cases",
-        lambda *a, **k: [
-            replace(c, magnitude="unit", scale=None, bias_number="") for c in planned(*a, **k)
-        ],
+        planning, "plan_cases", lambda *a, **k: [eased(c) for c in planned(*a, **k)]
     )
 
 
