@@ -50,7 +50,8 @@ Plan = tuple[
 WHOLE = {"float16": (16, 32, 64), "bfloat16": (16, 32, 64), "float32": (16, 32)}
 # Heads wider than `variants` draws them; in fp32 their scores are held in memory where they are few.
 WIDE = ((320, 64), (129, 128), (512, 512), (257, 40), (264, 320))
-MANY_SCORES = (6, 8)  # the families of wide heads whose scores are more numbers than half of their rows
+# The families of wide heads whose scores are more numbers than half of their rows.
+MANY_SCORES = (6, 8)
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
