@@ -50,6 +50,8 @@ Plan = tuple[
 WHOLE = {"float16": (16, 32, 64), "bfloat16": (16, 32, 64), "float32": (16, 32)}
 # Heads wider than those of `variants`; in fp32 their scores are held in memory if they are few.
 WIDE = ((320, 64), (129, 128), (512, 512), (257, 40), (264, 320))
+# The families of wide heads whose scores are more numbers than half of their rows.
+MANY_SCORES = (6, 8)
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -190,7 +192,11 @@ def wide_cases(count: int, seed: int, device: str) -> list[Case]:
     ]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
-    families = [draw_case(choices, [v], (*BULK_LENGTHS, 40, *LARGE_LENGTHS[:2])) for v in pool]
+    long = LARGE_LENGTHS[:2]
+    families = [
+        draw_case(choices, [v], long if i in MANY_SCORES else (*BULK_LENGTHS, 40, *long))
+        for i, v in enumerate(pool)
+    ]
     return [resized(choices, families[i % len(families)], 1 << 18) for i in range(count)]
 
 

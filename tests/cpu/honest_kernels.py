@@ -137,7 +137,8 @@ def _block(b, dtype, wrong):
     scores = scores.masked_fill(~b.visible, -math.inf)
     bare_scores = scores
     if b.key_weight is not None:
-        w = b.key_weight
+        # Subnormal weights count as zero.
+        w = torch.where(b.key_weight < torch.finfo(torch.float32).tiny, 0.0, b.key_weight)
         w = w.repeat_interleave(groups, -2) if w.shape[-2] > 1 else w
         scores = scores + w.log()[..., None, :]
     hidden = scores.clone()

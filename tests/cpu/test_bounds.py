@@ -37,10 +37,12 @@ def problems(dtype, count, seed, fused=True, **limits):
 
 
 def ordinary(case):
-    """Data of any kind that is not chosen to be hard to judge: no masks as numbers, no padding, no small gradients."""
+    """Data of any kind that is not chosen to be hard to judge: no masks as numbers, no padding, no small gradients, no biases of
+    hundreds."""
     plain = case.magnitude in ("unit", "peaked", "small_v", "large_v", "offset_v")
     values = case.padding == "none" and case.dout_scale == 1 and case.softcap != 0.01
-    return plain and values and not case.bias_number
+    # A bias of some hundred leaves one key to a row: absolute values bound its scores' errors by P, not by P (1 - P).
+    return plain and values and not case.bias_number and case.bias_scale < 100
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -24,14 +24,16 @@ def no_library(monkeypatch):
 
 @pytest.fixture
 def bearable(monkeypatch):
-    """Scores that plain PyTorch survives in float16: it is judged here, too."""
+    """Cases that the reference survives in float16 and that Triton serves: moderate scores, no gradient of key weights beside a sink."""
     planned = planning.plan_cases
+
+    def eased(case):
+        learnt = case.variant.key_weight_grad and not case.variant.sink
+        variant = replace(case.variant, key_weight_grad=learnt)
+        return replace(case, variant=variant, magnitude="unit", scale=None, bias_number="")
+
     monkeypatch.setattr(
-        planning,
-        "plan_cases",
-        lambda *a, **k: [
-            replace(c, magnitude="unit", scale=None, bias_number="") for c in planned(*a, **k)
-        ],
+        planning, "plan_cases", lambda *a, **k: [eased(c) for c in planned(*a, **k)]
     )
 
 
@@ -387,15 +389,16 @@ def test_a_full_run_has_cases_for_generations_alone():
     assert [len(planned) for planned, _ in wide] == [0, 40, 400]
 
 
-def test_heads_wider_than_others_are_drawn_in_both_forms():
+@pytest.mark.parametrize("seed", (0, 3, 20261122))
+def test_heads_wider_than_others_are_drawn_in_both_forms(seed):
     """Wide heads whose scores are held in memory, and such with too many of them; every feature, and the second order."""
     from flashsci.backends.triton import launch
 
-    cases = planning.wide_cases(600, 3, "cuda")
+    cases = planning.wide_cases(600, seed, "cuda")
     assert {(c.variant.head_dim, c.variant.head_dim_v) for c in cases} == set(planning.WIDE)
     single = [c for c in cases if c.variant.dtype == "float32" and c.seq_q * c.seq_k]
     held = [c for c in single if launch.is_wide((c.variant.head_dim, c.variant.head_dim_v), c.seq_q, c.seq_k)]  # fmt: skip
-    assert len(held) > 200 and len(single) > len(held) and len(cases) > len(single)
+    assert len(held) > 200 and len(single) - len(held) > 50 and len(cases) > len(single)
     for feature in (
         "bias_grad",
         "key_weight_grad",

@@ -112,6 +112,8 @@ def judge(library: c.CDLL, x: Inputs) -> dict[str, torch.Tensor]:
     judged = Judge(x)
     rows = {n: getattr(x, n) for n in ("q", "k", "v", "dout")}
     x = replace(x, **{n: y.resolve_neg() for n, y in rows.items() if y is not None})
+    if x.dout is not None and x.dout.stride(-1) != 1:  # as backends/cuda gives it to the library
+        x = replace(x, dout=x.dout.contiguous())
     results = forward(library, x)
     if results is None:
         return {}
