@@ -32,7 +32,7 @@ TO_BUILD := $(patsubst none,75$(comma)80$(comma)90,$(ARCHS))
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install build build-manual models demo force-field test test-fast test-slow test-all serving oldest lint format types docs \
+.PHONY: help install build build-manual models demo force-field test test-fast test-slow matrix test-all serving oldest lint format types docs \
   bench check gpu-check sweep env wheel clean FORCE
 
 help: ## this list
@@ -86,7 +86,10 @@ test: install ## the tests that this machine can run, without the slow ones
 	$(call pytest,$(PARALLEL) -m "not slow")
 
 test-slow: install ## the slow tests: builds, and every Triton kernel compiled for every architecture
-	$(call pytest,-n 2 --dist worksteal -m slow)
+	$(call pytest,-n 2 --dist worksteal -m slow --ignore=tests/machinery)
+
+matrix: install ## every cell of tests/machinery, of which `make test` runs two thirds (20 minutes)
+	$(call pytest,-n 2 --dist worksteal tests/machinery)
 
 test-all: test test-slow ## every test that this machine can run
 
