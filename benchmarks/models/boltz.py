@@ -100,10 +100,10 @@ def patched():
 def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
     n = SIZES[size]
     heads = n["heads"]
-    width, wide = 24 * heads, 48 * heads  # of the pairformer, of the diffusion transformer
+    width, wide = 24 * heads, 48 * heads  # for the pairformer, for the diffusion transformer
     kernels = device.type == "cuda" and importlib.util.find_spec("cuequivariance_torch") is not None
     triangles = "cuEquivariance, einsum" if kernels else "matmul, softmax; einsum"
-    # float64 is nobody's fast path.
+    # float64 has no fast path.
     kernels = kernels and dtype != torch.float64
 
     def placed(x: Tensor) -> Tensor:
