@@ -1,5 +1,4 @@
-"""Ahead-of-time compilation: what Triton and FlexAttention compile at a first call, in many processes at
-once.
+"""Ahead-of-time compilation: what Triton and FlexAttention compile at a first call, in many processes.
 
 One after the other, compiling takes most of a run. The processes leave their results in the compilers' caches
 on disk, where the benchmark itself finds them. Errors are ignored here: the benchmark meets them again and

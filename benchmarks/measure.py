@@ -1,5 +1,4 @@
-"""The measurement of cases by candidates: check, then time, then record. `run` documents schema 1 of the
-records."""
+"""The measurement of cases by candidates: check, then time, then record. `run` documents the records, schema 1."""
 
 from __future__ import annotations
 
@@ -71,9 +70,9 @@ def run(
         seconds: measuring time per case and pass, about.
         check: judge each candidate against fp64 first. One that fails gets a record without speed.
         base: another revision (git's name for it, or a folder), whose backends run together with ours as
-                "triton@base" and so on.
-            minutes: no case begins after these; a warning names those left out, and a case that was interrupted.
-            on_step, on_case: called with each step, and after each case with the records so far.
+            "triton@base" and so on.
+        minutes: no case begins after these; a warning names those left out, and a case that was interrupted.
+        on_step, on_case: called with each step, and after each case with the records so far.
 
     Returns:
         Dicts of plain data: schema, suite, case, pass, backend, commit, dirty, time_us (None if it

@@ -1,5 +1,4 @@
-"""`python -m benchmarks.residual`: attention whose scores are a result, its time against other ways to the
-same results, and their errors.
+"""`python -m benchmarks.residual`: times and errors of attention whose scores are a result, and of its peers.
 
 Peers: the parts (flashsci.attention as `auto` serves it, and the scores by baddbmm), the formula in plain
 PyTorch as models write it, and the compiled formula. It is a layer among others: each way gets scores, and a

@@ -1,5 +1,4 @@
-"""The client code: its source, and the import of its model files without the other dependencies of its
-packages.
+"""The client code: its source, and the import of its model files without the packages' other dependencies.
 
 Releases from PyPI, unchanged. Their declared dependencies cannot be installed together (esm wants torch 2.11,
 protenix 2.7.1), and their models need almost none of them: `get` leaves only the packages in a folder.

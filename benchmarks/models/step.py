@@ -1,5 +1,4 @@
-"""The interface of a model's file: steps, each in two ways, as the client runs it and with its attention on
-flashsci."""
+"""The interface of a model's file: steps, each in two ways, the client's and with attention on flashsci."""
 
 from __future__ import annotations
 
