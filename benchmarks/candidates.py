@@ -35,7 +35,7 @@ def names_of(chosen: Iterable[str], device: torch.device, base: bool = False) ->
         ours.append("cuda:sm80")  # GPUs before this one get these
     sdpa = [f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS if kernel not in ("default", "math")]
     groups = {
-        # The candidates that `auto` chooses among, and those that its choice is compared with.
+        # The candidates of `auto`, and those that its choice is compared with.
         "choices": ["cuda", "cuda:own", "triton", "sdpa", "eager", *sdpa]
         if device.type == "cuda"
         else ["sdpa", "eager"],

@@ -1,6 +1,6 @@
 """The cases of the benchmark, with their shapes: data in plain Python without torch.
 
-The shapes are those that models and papers really use: FlashAttention-3's grid, PET and EScAIP (one
+The shapes are those of models and papers: FlashAttention-3's grid, PET and EScAIP (one
 short sequence per atom), crystals packed without padding, AlphaFold-3-style pair biases, weather
 windows, decoding. Lengths are drawn from fixed seeds, so a case is the same on every machine.
 """
@@ -363,7 +363,7 @@ def _calls() -> Iterable[Case]:
         repeated = call(f"atoms-repeated-{dtype}", 32, 128, dtype=dtype, **atoms)
         yield from model(repeated, HEADS_INSIDE, ONE_LAYER)
 
-    # Force fields with attention over neighbours: head dims that have no tile of their own.
+    # Force fields with attention over neighbours: head dims without a tile of that size.
     yield from model(
         call("neighbours-fp32-d129", 120, dtype="fp32", B=216, D=129, Dv=128), HEADS_INSIDE
     )

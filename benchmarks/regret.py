@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CAPABILITIES = {"NVIDIA H200": (9, 0)}
 BACKENDS = ("cuda", "triton", "sdpa", "eager")  # the candidates of `auto`, except the last resort
 SHARING = ("cuda", "triton")  # each may compute the gradients of the other's forward
-#: What a forward costs the host, in microseconds: `small-call` on an H200.
+#: The host time of a forward, in microseconds: `small-call` on an H200.
 HOST = {"cuda": 15.0, "triton": 21.0, "sdpa": 17.0}
 SDPA_KERNELS = ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient")
 

@@ -67,7 +67,7 @@ class Sample:
         x, case, device = self.inputs, self.inputs.case, self.inputs.q.device
         budget = BUDGET[device.type]
         rows = _spread(case.Sq, max(1, budget // case.Sk), device)
-        # Of one head: its scores or, where queries are few, its keys and values.
+        # The size of one head: its scores or, if queries are few, its keys and values.
         each = max(len(rows) * (case.H // case.Hk), case.D + case.Dv)
         room = max(1, budget // (case.Sk * each))
         chosen = []

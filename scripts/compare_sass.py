@@ -4,7 +4,7 @@
 
 Names do not count (a namespace or a class may have moved, and a kernel's name with it): kernels are the same if their
 instructions are, with encodings, and so with registers, stalls and branch targets. Objects are compared unit by unit, by the
-names of their files, whichever way round: forward_sm80_bf16 is sm80_fwd_bf16.
+names of their files, in either order of their parts: forward_sm80_bf16 is sm80_fwd_bf16.
 
 If all kernels of a unit are the same, earlier GPU results of the unit stay valid: `python scripts/resources.py
 --write` records the hash of each unit's code, and renews the digest in reports/gpu-check.json if that hash has not

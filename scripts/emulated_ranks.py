@@ -86,7 +86,7 @@ class World:
         self._mark("phase", name, 0)
         self._since = self._now()
 
-    # What process groups call.
+    # The interface of process groups.
 
     def send(self, x: Tensor, to: int) -> Done:
         key = self._key(self.rank, to)
@@ -130,7 +130,7 @@ class World:
         self._since = self._now()
         return Done(self, number)
 
-    # What is behind them.
+    # Its implementation.
 
     def _key(self, source: int, to: int) -> Key:
         self.sent[source, to] += 1
@@ -273,9 +273,9 @@ def simulate(traces: Sequence[Sequence[Step]], link: float, latency: float) -> f
     each way. They begin when the rank's computation before them and its earlier messages are complete.
 
     Args:
-        traces: what each rank did.
+        traces: the steps of each rank.
         link: bytes per second that a rank sends while it receives as many.
-        latency: seconds of a message beside its bytes.
+        latency: seconds of a message in addition to its bytes.
     """
     ranks = [_Rank(trace) for trace in traces]
     place: dict[Any, int] = {}  # of a message at a rank: the number of its batch

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "clients"  # where `make models` puts them
 VARIABLE = "FLASHSCI_CLIENTS"
 
-#: What to download, and the package in it that is kept.
+#: The downloads, and the package in each that is kept.
 RELEASES = {
     "boltz==2.2.1": "boltz",
     "einops==0.8.2": "einops",
@@ -63,7 +63,7 @@ class Unavailable(Exception):
 
 
 def get(folder: Path) -> list[Path]:
-    """Download the releases (8 MB) and unpack their packages into a folder; returns what is in it now.
+    """Download the releases (8 MB) and unpack their packages into a folder; returns the folder's packages.
 
     Run where PyPI can be reached; the folder can then be carried to a machine that cannot.
     """

@@ -56,18 +56,18 @@ def run(
         seconds: measuring time per step and clock, about; more where a step waits for the host.
         minutes: no model begins after these, and none goes on to another dtype.
         compiled: time both ways by `torch.compile`, too, which takes a minute for each.
-        on_step, on_model: told what is being done, and after each model the records so far.
+        on_step, on_model: called with each step, and after each model with the records so far.
 
     Returns:
         Records as of `benchmarks.run`, suite "models" and pass "step": `time_us` by the host's clock, from an idle
         device to an idle one; `device_us` by the GPU's, without waiting for the host; `graph_us` of the step captured
-        as a CUDA graph and played again, where nothing in it waits for the device; `compiled_us` of the step by `torch.compile`,
-        one way after the other, `compiled_difference` the largest of its results from the way's own, and `compiled_gate` what came
-        of it; `errors` by result, relative
-        in the Euclidean norm, and `err_ratio`, the largest share of what is allowed: twice the client's and one
-        rounding. `difference` is the largest from the client at the size that is timed; `path` whose attention it
-        was; `calls` those that reached flashsci. What failed has no time, and its gate says why; so does that of a
-        model whose client is not on this machine.
+        as a CUDA graph and replayed, if nothing in it waits for the device; `compiled_us` of the step by
+        `torch.compile`, one way after the other, `compiled_difference` the largest difference of its results from
+        the uncompiled ones, and `compiled_gate` its outcome; `errors` by result, relative in the Euclidean norm, and
+        `err_ratio`, the largest share of the allowance: twice the client's error and one rounding. `difference` is
+        the largest from the client at the timed size; `path` the code that computed the attention; `calls` those
+        that reached flashsci. A failed way has no time, and its gate gives the reason; so does that of a model whose
+        client is not on this machine.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     size = size or ("real" if device.type == "cuda" else "tiny")
