@@ -1,8 +1,8 @@
-"""Compile ahead: what Triton and FlexAttention compile at a first call, in many processes at once.
+"""Ahead-of-time compilation: what Triton and FlexAttention compile at a first call, in many processes.
 
-One after the other, compiling takes most of a run. The processes leave their results in the
-compilers' caches on disk, where the benchmark itself finds them; whatever goes wrong here is left for
-it to find out and say.
+One after the other, compiling takes most of a run. The processes leave their results in the compilers' caches
+on disk, where the benchmark itself finds them. Errors are ignored here: the benchmark meets them again and
+reports them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BYTES_EACH = 12 << 30
 
 
 def jobs(cases: Iterable[Case], names: Iterable[str]) -> list[Job]:
-    """What is worth it: Triton's kernels are the same for all lengths, FlexAttention's are not. The
-    CUDA backends may use Triton's kernels too, but no others that are compiled at run time."""
+    """The jobs that are worth compiling ahead: Triton's kernels are the same for all lengths, FlexAttention's
+    are not. The CUDA backends may use Triton's kernels too, but no others that are compiled at run time."""
     names = list(names)
     found: dict[tuple[str, str], Job] = {}
     for case in cases:

@@ -1,4 +1,4 @@
-"""What a case can be run by: flashsci's backends, those of another revision, and its peers.
+"""The candidates for a case: flashsci's backends, those of another revision, and its peers.
 
 A candidate turns the inputs of a case into a function of no arguments that returns the output, or
 raises `Unsupported` with the reason.
@@ -28,14 +28,14 @@ BASE = "@base"  # ends the names of the backends of another revision
 
 
 def names_of(chosen: Iterable[str], device: torch.device, base: bool = False) -> list[str]:
-    """Candidates by name, with the groups "ours", "baselines" and "choices"; none: the first two, as the device has
-    them. `base` adds ours of the other revision, next to their namesakes."""
+    """Candidates by name, with the groups "ours", "baselines" and "choices"; without names the first two, as
+    the device has them. `base` adds ours of the other revision, next to their namesakes."""
     ours = ["triton", "cuda"] if device.type == "cuda" else ["reference", "sdpa"]
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
-        ours.append("cuda:sm80")  # what the GPUs before this one get
+        ours.append("cuda:sm80")  # GPUs before this one get these
     sdpa = [f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS if kernel not in ("default", "math")]
     groups = {
-        # What `auto` chooses among, and what its choice is held against.
+        # The candidates of `auto`, and those that its choice is compared with.
         "choices": ["cuda", "cuda:own", "triton", "sdpa", "eager", *sdpa]
         if device.type == "cuda"
         else ["sdpa", "eager"],
@@ -58,7 +58,7 @@ def names_of(chosen: Iterable[str], device: torch.device, base: bool = False) ->
 
 
 def package_of(name: str) -> tuple[Any, str]:
-    """Where the candidate of this name is from, the other revision or this one, and its name there."""
+    """Whether the candidate of this name is from the other revision or this one, and its name there."""
     if name.endswith(BASE):
         return revision.current().package, name.removesuffix(BASE)
     return flashsci, name
@@ -73,7 +73,7 @@ def candidate(name: str, inputs: Inputs) -> Callable[[], Tensor]:
         except (ValueError, TypeError) as error:
             if package is flashsci:
                 raise
-            raise Unsupported(str(error)) from error  # what it did not have yet
+            raise Unsupported(str(error)) from error  # features that it did not have yet
     if name.startswith("sdpa:"):
         return peers.sdpa(name.removeprefix("sdpa:"), inputs)
     others = {
@@ -94,7 +94,7 @@ def _ours(package, name: str, x: Inputs) -> Callable[[], Tensor]:
         longest = {"max_seqlen_q": max(x.case.lens), "max_seqlen_k": max(x.case.lens)}
         call = partial(package.varlen_attention, x.q, x.k, x.v, x.cu_seqlens, **longest, **options)
     try:
-        # Strict once is enough, and keeps `use_backend` out of host timings: the choice is cached.
+        # One strict call is enough, and keeps `use_backend` out of host timings: the choice is cached.
         with package.use_backend(name, strict=True):
             call()
     except package.BackendError as error:

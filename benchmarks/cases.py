@@ -1,6 +1,6 @@
-"""What to time, in which shapes: cases as data, in plain Python without torch.
+"""The cases of the benchmark, with their shapes: data in plain Python without torch.
 
-The shapes are those that models and papers really use: FlashAttention-3's grid, PET and EScAIP (one
+The shapes are those of models and papers: FlashAttention-3's grid, PET and EScAIP (one
 short sequence per atom), crystals packed without padding, AlphaFold-3-style pair biases, weather
 windows, decoding. Lengths are drawn from fixed seeds, so a case is the same on every machine.
 """
@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass, replace
 
 
 class BenchError(ValueError):
-    """What was asked of the benchmark cannot be done; the message says why."""
+    """An impossible request to the benchmark; the message says why."""
 
 
-#: How models hand over q, k and v, all seen as [..., H, S, D] (packed: [T, H, D]): as projections [..., S, H, D], of
-#: which k and v may be the first heads, or as slices of one [..., S, 3, H, D]. dout comes as [..., S, H, D].
+#: Memory layouts of q, k and v, all seen as [..., H, S, D] (packed: [T, H, D]): projections [..., S, H, D],
+#: of which k and v may be the first heads, or slices of one [..., S, 3, H, D]. dout comes as [..., S, H, D].
 HEADS_INSIDE, FIRST_HEADS, QKV = LAYOUTS = ("heads inside", "first heads", "qkv")
-#: How they hand over a bias: as a Linear of pairs gives it, [..., Sq, Sk, H], seen as [..., H, Sq, Sk]; or as the
-#: slice of one of BIAS_LAYERS layers, for which one Linear serves.
+#: Memory layouts of a bias: the output of a Linear over pairs, [..., Sq, Sk, H], seen as [..., H, Sq, Sk]; or
+#: a slice of one of BIAS_LAYERS layers that one Linear serves.
 HEADS_LAST, ONE_LAYER = BIAS_LAYOUTS = ("heads last", "one layer of several")
 BIAS_LAYERS = 3
 
@@ -33,8 +33,8 @@ class Case:
     lengths.
 
     `bias` is a shape with 1 for broadcast dims, "ragged" (one block per packed sequence) or None.
-    `order` is the highest derivative that the case is about: 0 forward, 1 backward, 2 double
-    backward. `layout` and `bias_layout` say how tensors lie in memory, None: as their shapes say.
+    `order` is the highest derivative that the case is about: 0 forward, 1 backward, 2 double backward.
+    `layout` and `bias_layout` are the memory layouts of tensors; None: that of their shapes.
     """
 
     id: str
@@ -43,11 +43,11 @@ class Case:
     B: int = 1
     N: int | None = None
     H: int = 1
-    Hk: int = 0  # 0: as many as H
+    Hk: int = 0  # 0: equal to H
     Sq: int = 0
     Sk: int = 0
     D: int = 64
-    Dv: int = 0  # 0: as D
+    Dv: int = 0  # 0: equal to D
     lens: tuple[int, ...] = ()
     causal: bool = False
     window: tuple[int, int] | None = None
@@ -69,7 +69,7 @@ class Case:
         return (self.B,) if self.N is None else (self.B, self.N)
 
     def describe(self) -> dict:
-        """The case for a record: what it has, and a summary of long lists of lengths."""
+        """The case for a record: its fields, with a summary of long lists of lengths."""
         out = {k: v for k, v in asdict(self).items() if v not in (None, False, ())}
         if self.lens:
             out["lens"] = {
@@ -131,7 +131,7 @@ def protein_lengths(n: int, seed: int = 4) -> tuple[int, ...]:
 
 
 def _tiny() -> list[Case]:
-    """One short sequence per atom, with a key-only log-cutoff bias that is trained through."""
+    """One short sequence per atom, with a trained key-only log-cutoff bias."""
     pet = Case(id="", suite="tiny", dtype="fp32", H=8, Sq=25, Sk=25, bias_grad=True)
     return [
         *(
@@ -263,7 +263,8 @@ def _llm() -> list[Case]:
 
 
 def _wide() -> Iterable[Case]:
-    """fp32 heads wider than 128, as models leave them: few and many scores beside the rows, masks of each kind, one query."""
+    """fp32 heads wider than 128 in the layouts of models: few and many scores per row, masks of each kind,
+    one query."""
     base = Case("", "wide", "fp32", B=64, H=8, layout=HEADS_INSIDE)
     for causal in (False, True):
         mode = "causal" if causal else "full"
@@ -313,8 +314,8 @@ def _decode() -> list[Case]:
 
 
 def _calls() -> Iterable[Case]:
-    """The calls that the models of `benchmarks.models` make, each alone: "-model" in the strides in
-    which the model makes it, and beside some of them the same with every tensor contiguous."""
+    """The calls that the models of `benchmarks.models` make, each alone: "-model" in the strides of the
+    model, and for some the same call with every tensor contiguous."""
 
     def both(case: Case, layout: str, bias_layout: str | None = None) -> Iterable[Case]:
         yield case
@@ -362,7 +363,7 @@ def _calls() -> Iterable[Case]:
         repeated = call(f"atoms-repeated-{dtype}", 32, 128, dtype=dtype, **atoms)
         yield from model(repeated, HEADS_INSIDE, ONE_LAYER)
 
-    # Force fields with attention over neighbours: head dims that no tile was made for.
+    # Force fields with attention over neighbours: head dims without a tile of that size.
     yield from model(
         call("neighbours-fp32-d129", 120, dtype="fp32", B=216, D=129, Dv=128), HEADS_INSIDE
     )
@@ -403,7 +404,7 @@ def _calls() -> Iterable[Case]:
         yield from model(proteins, HEADS_INSIDE)
 
 
-#: One small call, timed on the host: what a step of a small model waits for.
+#: One small call, timed on the host: the time that a step of a small model waits for.
 SMALL_CALL = Case("small-call", "latency", H=8, Sq=64, Sk=64, D=64)
 
 CASES: dict[str, Case] = {
@@ -425,8 +426,8 @@ CASES: dict[str, Case] = {
 }
 
 
-#: The pass of a forward and a backward by the host's clock, Python and launching included, and the
-#: cases that have it: what torch's users see who train.
+#: The pass of a forward and a backward by the host's clock, Python and launching included, and the cases that
+#: have it: the time that a training user of torch sees.
 STEP = "training step"
 TRAINING_STEPS = tuple(
     f"dense-bf16-d{d}-{mode}-s4096" for d in (64, 128) for mode in ("full", "causal")
@@ -450,8 +451,7 @@ def _dense_ids(*dims: int, lengths: tuple[int, ...] = (1024, 4096, 16384)) -> tu
 
 
 def _headline() -> list[Case]:
-    """What the project's speed claims rest on, and one or two cases of every other kind: one
-    command, one table."""
+    """The cases of the project's speed claims, and one or two of every other kind: one command, one table."""
     others = ("crystals-bf16", "crystals-mptrj", "pet-md-4096", "gqa-causal-8k")
     more = ("window-1024-of-16k", "decode-b16-s8192", "small-call")
     ids = (*_dense_ids(64, 128, 256), _FP32_CLAIM, *_BIAS_CLAIMS, *others, *more)
@@ -460,11 +460,11 @@ def _headline() -> list[Case]:
 
 @dataclass(frozen=True)
 class Claim:
-    """A speed that the project stands for: `ours` against `baseline` over `cases`.
+    """A speed that the project claims: `ours` against `baseline` over `cases`.
 
-    `target` is the least ratio of speeds, of their geometric mean or, with `each`, of every case; a
-    baseline may be several names with commas, the best of which counts. Without a baseline it is the
-    most microseconds of the best sample (whatever else a shared host does only adds to it).
+    `target` is the least ratio of speeds, as geometric mean or, with `each`, of every case. A baseline may be
+    several names with commas, the best of which counts. Without a baseline it is the largest number of
+    microseconds of the best sample (other work of a shared host only adds to it).
     """
 
     text: str

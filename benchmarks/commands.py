@@ -39,7 +39,7 @@ def _save(records: list[dict], path: Path | None) -> None:
 
 
 def _say(records: list[dict], console: Console) -> None:
-    """One line for each case and pass, where no progress bar is seen."""
+    """One line for each case and pass, for terminals without a progress bar."""
     if console.is_terminal:
         return
     lines: dict[tuple[str, str], list[str]] = {}
@@ -149,7 +149,7 @@ def bench(
             )
     except core.BenchError as error:
         raise typer.BadParameter(str(error)) from error
-    finally:  # also of a run that breaks off
+    finally:  # also after a run that breaks off
         if found:
             core.show(core.tables(found), console)
     if json_path:
@@ -190,7 +190,7 @@ def models(
         Path | None, typer.Option("--json", help="Write the records here.")
     ] = None,
 ) -> None:
-    """Whole models as their clients run them, and with their attention on flashsci."""
+    """Time whole models as their clients run them, and with their attention on flashsci."""
     from benchmarks.models import MODELS, measure
     from benchmarks.models.clients import prepare
 
@@ -222,7 +222,7 @@ def models(
             )
     except core.BenchError as error:
         raise typer.BadParameter(str(error)) from error
-    finally:  # also of a run that breaks off
+    finally:  # also after a run that breaks off
         if records:
             core.show(core.tables(records), console)
     if json_path:

@@ -1,8 +1,8 @@
 """FlashAttention-3 as a peer: its kernels from a library on disk, behind plain autograd.
 
-Any build that registers torch.ops.flash_attn_3 will do. One that needs no compiling is in the
-xformers wheel (docs/develop/benchmarks.md says how to get it); it was linked against CUDA 12, whose runtime must be
-loaded before it and may lie next to it. It has no 8-bit floats; the wheel of fa3-fwd has, under another
+Any build that registers torch.ops.flash_attn_3 will do. One that needs no compiling is in the xformers wheel
+(docs/develop/benchmarks.md says how to get it); it was linked against CUDA 12, whose runtime must be loaded
+before it and may be stored next to it. It has no 8-bit floats; the wheel of fa3-fwd has them, under another
 name and without a backward. So has vLLM's, whose schema has no defaults.
 """
 
@@ -46,7 +46,7 @@ def candidate(x: Inputs) -> Callable[[], Tensor]:
 
 
 def refuses(x: Inputs) -> str | None:
-    """What it cannot do, or None."""
+    """The reason why it cannot run this case, or None."""
     case = x.case
     if case.dtype not in ("bf16", "fp16"):
         return f"it has no {case.dtype}"
@@ -63,7 +63,7 @@ def refuses(x: Inputs) -> str | None:
 
 @cache
 def load(path: str) -> Any:
-    """torch.ops.flash_attn_3, or as this build calls it, with its kernels."""
+    """torch.ops.flash_attn_3, or the name of this build for it, with its kernels."""
     if not path:
         raise Unsupported(f"no library: --fa3 PATH or {VARIABLE}=PATH (docs/develop/benchmarks.md)")
     library = Path(path).resolve()
@@ -73,7 +73,7 @@ def load(path: str) -> Any:
         try:
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
             break
-        except OSError:  # the next place; a library that does not need it loads all the same
+        except OSError:  # the next place; some libraries need no runtime
             continue
     before = _registered()
     try:
@@ -93,7 +93,7 @@ def _registered() -> list[str]:
 
 @cache
 def neutral(op: Any) -> dict[str, object]:
-    """What the arguments that an op's schema has no default for must be, where they are not wanted: None, or NEUTRAL."""
+    """Values for unwanted arguments without a default in an op's schema: None, or NEUTRAL."""
     schema = getattr(getattr(op, "default", None), "_schema", None)
     lacking = [a for a in schema.arguments if not a.has_default_value()] if schema else []
     nothing = {a.name: None for a in lacking if a.type.kind() == "OptionalType"}
@@ -101,7 +101,7 @@ def neutral(op: Any) -> dict[str, object]:
 
 
 def _wheel_runtimes() -> list[Path]:
-    """Where the wheel nvidia-cuda-runtime-cu12 would put it."""
+    """The place where the wheel nvidia-cuda-runtime-cu12 puts it."""
     found = importlib.util.find_spec("nvidia")
     places = (found.submodule_search_locations or []) if found else []
     return [Path(place) / "cuda_runtime" / "lib" / RUNTIME for place in places]
@@ -121,7 +121,7 @@ def call(ops: Any, x: Inputs) -> Callable[[], Tensor]:
         options |= {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens}
         options |= {"max_seqlen_q": max(case.lens), "max_seqlen_k": max(case.lens)}
         return partial(_Attention.apply, ops, options, 1, x.q, x.k, x.v)
-    splits = 0 if case.Sq == 1 else 1  # keys split over the GPU, as its own decoding API has it
+    splits = 0 if case.Sq == 1 else 1  # keys split over the GPU, as in its own decoding API
 
     def dense() -> Tensor:
         q, k, v = (collapsed(t, case.batch).transpose(1, 2) for t in (x.q, x.k, x.v))

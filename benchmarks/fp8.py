@@ -1,9 +1,9 @@
 """`python -m benchmarks.fp8`: attention on 8-bit floats, its time against 16 bits and FlashAttention-3, and its error.
 
-Times are of the attention alone, of inputs that were quantised before. A result is judged against the fp64 oracle in a head and 256
-queries before it is timed; what fails has no time. Candidates are interleaved (timer.py). `--errors` prints what
-becomes of 16-bit inputs that are quantised in each way, as a table in Markdown; it runs anywhere, without a GPU in Triton's
-interpreter (TRITON_INTERPRET=1, minutes).
+Times are of the attention alone, with inputs that were quantised before. A result is judged against the fp64
+oracle in a head and 256 queries before it is timed; results that fail have no time. Candidates are
+interleaved (timer.py). `--errors` prints the errors of 16-bit inputs that are quantised in each way, as a
+table in Markdown; it runs anywhere, without a GPU in Triton's interpreter (TRITON_INTERPRET=1, minutes).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flashsci.testing import Inputs as PlainInputs
 
 LENGTHS = (1024, 4096, 16384, 65536)
 DIMS = (64, 128, 256)
-TOKENS = 16384  # of a batch, at least
+TOKENS = 16384  # smallest number in a batch
 JUDGED = 256  # queries
 
 
@@ -55,7 +55,7 @@ class Cell:
         return f"fp8-d{self.dim}-{'causal' if self.causal else 'full'}-s{self.seq}"
 
     def flops(self) -> float:
-        """Of both products."""
+        """FLOPs of both products."""
         pairs = self.seq * (self.seq + 1) / 2 if self.causal else self.seq**2
         return 4 * self.batch * self.heads * pairs * self.dim
 
@@ -97,7 +97,7 @@ def quantised(tensors: tuple[Tensor, ...], per: str, smooth: bool = False, rotat
 
 
 def candidates(cell: Cell, x: Problem, names: list[str]) -> dict[str, Callable[[], Tensor]]:
-    """Those of the names that have this call."""
+    """The names that can run this call."""
     found: dict[str, Callable[[], Tensor]] = {}
     eight = x.inputs
     for name in names:
@@ -129,7 +129,8 @@ def _cudnn(cell: Cell, x: Problem) -> Callable[[], Tensor]:
 
 
 def _fa3(ops: Any, cell: Cell, x: Problem) -> Callable[[], Tensor]:
-    """Its 8-bit forward: one scale for each batch member and head, the only kind that it has. Packed, which all builds have."""
+    """Its 8-bit forward: one scale for each batch member and head, its only kind. Packed, which all builds
+    have."""
     heads = quantised((x.q, x.k, x.v), "head")
     q, k, v = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (heads.q, heads.k, heads.v))
     offsets = torch.arange(cell.batch + 1, dtype=torch.int32, device=q.device) * cell.seq
@@ -142,12 +143,12 @@ def _fa3(ops: Any, cell: Cell, x: Problem) -> Callable[[], Tensor]:
         out: Tensor = ops.fwd(q, k, v, **options)[0]
         return out.unflatten(0, (cell.batch, cell.seq)).transpose(1, 2)
 
-    return first_error_as_reason(call)  # of a build without 8-bit floats
+    return first_error_as_reason(call)  # a build without 8-bit floats
 
 
 def problems(cell: Cell, x: Problem, name: str, out: Tensor) -> list[str]:
-    """What is wrong with the first head and its last queries; of FlashAttention-3, whose inputs have other scales, nothing is asked but
-    that it is near the rest."""
+    """The errors in the first head and its last queries. FlashAttention-3 has inputs with other scales: its
+    result only has to be near the others."""
     rows = min(cell.seq, JUDGED)
     part = out[:1, :1, -rows:]
     options = {"causal": cell.causal, "align": "lower_right"}
@@ -161,7 +162,7 @@ def problems(cell: Cell, x: Problem, name: str, out: Tensor) -> list[str]:
         exact = flashsci.attention(*(t.double() for t in (q, k, v)), **options, backend="reference")
         error = (part.double() - exact).norm() / exact.norm()
         return [] if error < 0.2 else [f"out differs by {error:.2f} of itself"]
-    # Scales apart from the rows of q, which begin within a block.
+    # Scales are separate from the rows of q, which begin within a block.
     ones = {f"{n}_scale": x.inputs.options[f"{n}_scale"] for n in "kv"}
     ones = {n: s if s.dim() == 0 else s[:1, :1] for n, s in ones.items()}
     of_rows = _row_scales(x.inputs.options["q_scale"], cell.seq)[:1, :1, -rows:]
@@ -171,7 +172,7 @@ def problems(cell: Cell, x: Problem, name: str, out: Tensor) -> list[str]:
 
 @dataclass
 class _Part(FP8Inputs):
-    """Of some queries, whose scales are given by rows."""
+    """The error of some queries, whose scales are given by rows."""
 
     of_rows: Tensor
 
@@ -210,19 +211,19 @@ def _plain(x: dict[str, Tensor]) -> None:
 
 
 def _entries(x: dict[str, Tensor]) -> None:
-    """The distribution of FlashAttention-3's paper: one entry of a thousand ten times as large."""
+    """The distribution of FlashAttention-3's paper: one entry in a thousand is ten times as large."""
     for t in x.values():
         t += 10 * torch.randn_like(t) * (torch.rand_like(t) < 0.001)
 
 
 def _shared(x: dict[str, Tensor]) -> None:
-    """Keys that have large components in common, in one column of twenty."""
+    """Keys that share large components, in one column of twenty."""
     k = x["k"]
     k += 30 * torch.randn_like(k[..., :1, :]) * (torch.rand_like(k[..., :1, :]) < 0.05)
 
 
 def _columns(x: dict[str, Tensor]) -> None:
-    """Columns of keys twenty times as large, one of thirty."""
+    """Keys with columns that are twenty times as large, one in thirty."""
     k = x["k"]
     k *= torch.where(torch.rand_like(k[..., :1, :]) < 0.03, 20.0, 1.0)
 
@@ -236,8 +237,8 @@ KINDS = {
 
 
 def errors(kernel: str, seq: int, dim: int, heads: int, device: torch.device, kinds: tuple[str, ...] = tuple(KINDS)) -> list[dict]:  # fmt: skip
-    """Relative errors of out, of 16-bit inputs that are quantised in each way: of a kernel, and of the inputs' rounding alone (the
-    reference on them); and of plain bf16."""
+    """Relative errors of out, for 16-bit inputs that are quantised in each way: of a kernel, and of the
+    inputs' rounding alone (the reference on them); and of plain bf16."""
     records = []
     for kind in kinds:
         torch.manual_seed(0)
@@ -260,7 +261,7 @@ def errors(kernel: str, seq: int, dim: int, heads: int, device: torch.device, ki
 
 
 def table(records: list[dict]) -> str:
-    """In Markdown: a row for each kind of inputs and scale, a column for each treatment."""
+    """A table in Markdown: a row for each kind of inputs and scale, a column for each treatment."""
     lines = [
         "| inputs | scales | bf16 | as they are | smooth | rotate | both |",
         "|---|---|---|---|---|---|---|",

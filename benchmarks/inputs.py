@@ -1,4 +1,4 @@
-"""The tensors of a case, and what computing it costs at least."""
+"""The tensors of a case, and a lower bound of the cost of computing it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Inputs:
     mask: Tensor | None
     cu_seqlens: Tensor | None
     dout: Tensor
-    leaves: dict[str, Tensor] = field(default_factory=dict)  # what gradients are taken of, by name
+    leaves: dict[str, Tensor] = field(default_factory=dict)  # inputs of the gradients, by name
 
     def detached(self) -> Inputs:
         """The same tensors for a forward alone: nothing requires a gradient."""
@@ -62,7 +62,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         batch, lengths = case.batch, (case.Sq, case.Sk)
 
     def laid_out(heads: int, s: int, d: int) -> Tensor:
-        """[..., H, S, D], or packed [T, H, D], as this layout puts it into memory."""
+        """[..., H, S, D], or packed [T, H, D], in the memory order of this layout."""
         if case.layout is None and not case.lens:
             return randn((*batch, heads, s, d))
         held = case.H if case.layout == FIRST_HEADS else heads

@@ -1,5 +1,4 @@
-"""Run cases by candidates: check, then time, then record. Schema 1 of the records is what `run`
-documents."""
+"""The measurement of cases by candidates: check, then time, then record. `run` documents the records, schema 1."""
 
 from __future__ import annotations
 
@@ -70,10 +69,10 @@ def run(
         order: highest derivative to time; never more than the case has.
         seconds: measuring time per case and pass, about.
         check: judge each candidate against fp64 first. One that fails gets a record without speed.
-        base: another revision (git's name for it, or a folder), whose backends run beside ours as
+        base: another revision (git's name for it, or a folder), whose backends run together with ours as
             "triton@base" and so on.
-        minutes: no case begins after these; a warning names those left out. So does one a case that broke off.
-        on_step, on_case: told what is being done, and after each case the records so far.
+        minutes: no case begins after these; a warning names those left out, and a case that was interrupted.
+        on_step, on_case: called with each step, and after each case with the records so far.
 
     Returns:
         Dicts of plain data: schema, suite, case, pass, backend, commit, dirty, time_us (None if it
@@ -82,7 +81,7 @@ def run(
         checked", "failed: ...", "refused: ..."), method, env.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    # Of autograd's own threads, on their first matrix product; harmless, and torch's affair.
+    # A warning of autograd's own threads, on their first matrix product; harmless.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     names = ways.names_of(names, device, base is not None)
     if base is not None:
@@ -98,7 +97,7 @@ def run(
         on_step(case.id)
         try:
             records += _Measurement(case, names, device, order, seconds, check, on_step).records()
-        except Exception as error:  # too large for this device, say: the other cases are not
+        except Exception as error:  # too large, for example; other cases may fit
             if fatal(error):
                 raise
             warnings.warn(f"{case.id} is not measured: {first_line(error)}", stacklevel=2)
@@ -110,19 +109,19 @@ def run(
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """An error as one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def fatal(error: Exception) -> bool:
-    """Whether nothing on this device works any more. It does after a launch that the driver refused, such as
-    SDPA's of more than 65,535 sequences."""
+    """Whether every call on this device fails. It does after a launch that the driver refused, such as SDPA's
+    of more than 65,535 sequences."""
     refused = "invalid configuration argument" in str(error)
     return isinstance(error, torch.AcceleratorError) and not refused
 
 
 class _Measurement:
-    """One case: which candidates can run it, whether they are right, how long they take."""
+    """One case: the candidates that can run it, their correctness, and their times."""
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class _Measurement:
         return found
 
     def _prepare(self, name: str) -> None:
-        """Compile, check and weigh one candidate; what has no such gradient runs forward alone."""
+        """Compile, check and weigh one candidate; one without gradients runs forward alone."""
         self.on_step(f"{self.case.id}: {name}")
         reason = self._try(name, self.inputs, self.passes)
         if reason and self.backward:
@@ -175,7 +174,7 @@ class _Measurement:
             self.refusals[name, "forward"] = reason
 
     def _try(self, name: str, inputs: Inputs, passes: list[str]) -> str | None:
-        """Why it cannot run these passes, or None."""
+        """The reason why it cannot run these passes, or None."""
         try:
             function = ways.candidate(name, inputs)
             if self.sample:
@@ -190,7 +189,7 @@ class _Measurement:
             if fatal(error):
                 raise
             said = first_line(error)
-            if name not in OURS:  # a baseline may serve the forward and have no such gradient
+            if name not in OURS:  # a baseline may run the forward and have no such gradient
                 return said
             for kind in passes:
                 self.verdicts[name, kind] = Verdict(math.inf, math.inf, f"it raised: {said}")
@@ -217,7 +216,7 @@ class _Measurement:
         return torch.autograd.grad(out, leaves, self.inputs.dout, retain_graph=True)
 
     def _failed(self, name: str) -> bool:
-        """Wrong in any pass: then none of its speeds counts."""
+        """A candidate that is wrong in any pass has no valid speed."""
         verdicts = [self.verdicts.get((name, kind)) for kind in self.passes]
         return any(v is not None and v.problem is not None for v in verdicts)
 
@@ -233,8 +232,7 @@ class _Measurement:
         return interleave({**able, **self._ceilings()}, self.device, self.seconds)
 
     def _ceilings(self) -> dict[str, Callable[[], object]]:
-        """A large matrix product and a large copy, timed in the same rounds: what this device can
-        do today."""
+        """A large matrix product and a large copy, timed in the same rounds: the device's current ceilings."""
         if self.device.type != "cuda":
             return {}
         a, b = _matrices(self.device, DTYPES[self.case.dtype])
@@ -345,7 +343,7 @@ def _buffers(device: torch.device) -> tuple[Tensor, Tensor]:
 def _ceiling(
     times: dict[str, Times], device: torch.device, dtype: torch.dtype
 ) -> dict[str, float] | None:
-    """What this device did in the same rounds: a large matrix product, a large copy."""
+    """The device's ceilings in the same rounds: a large matrix product, a large copy."""
     if "ceiling:matmul" not in times:
         return None
     size = _matrices(device, dtype)[0].shape[0]
@@ -357,8 +355,8 @@ def _ceiling(
 
 @cache
 def commit_of_tree() -> tuple[str | None, bool | None]:
-    """(commit, whether the tree differs from it): what FLASHSCI_COMMIT says, for a tree that came
-    without git, else git; or (None, None)."""
+    """(commit, whether the tree differs from it): from FLASHSCI_COMMIT, for a tree that came without git,
+    else from git; or (None, None)."""
     said = os.environ.get("FLASHSCI_COMMIT")
     if said:
         return said, False

@@ -1,7 +1,9 @@
-// How fast Hopper reads a KV cache, by what a CTA asks for at a time: the roof of decoding. Nothing is computed.
+// Hopper's speed of reading a KV cache, by the size of a CTA's requests: the upper bound of
+// decoding. Nothing is computed.
 //
-// A cache has pages of rows, in a row heads, of a head lines of 128 bytes, in any order (Layout). Each CTA reads runs of pages, for
-// some of the heads, beside CTAs that read the same rows of the others; a stage of its ring is 32 KiB.
+// A cache has pages of rows, a row has heads, a head has lines of 128 bytes, in any order (Layout).
+// Each CTA reads runs of pages, for some of the heads, at the same time as CTAs that read the same
+// rows for the others; a stage of its ring is 32 KiB.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -19,7 +21,7 @@ struct Layout {
   int64_t head, row, page;
 };
 
-// What one copy takes, and how many heads a CTA reads.
+// The size of one copy, and the number of heads that a CTA reads.
 struct Pattern {
   int32_t lines, copy_heads, rows, heads;
 };
@@ -35,14 +37,14 @@ struct Args {
   const unsigned char* cache;
   Layout layout;
   Pattern pattern;
-  int keys;  // rows of a stage
+  int keys;  // rows per stage
   int stages;
-  unsigned* sum;  // of all words that were read, if there is such a place
+  unsigned* sum;  // sum of all words that were read, or null
 };
 
 struct Storage {
   uint64_t full[kMostStages], empty[kMostStages];
-  alignas(1024) unsigned char ring[1][kStageBytes];  // as many as there are stages
+  alignas(1024) unsigned char ring[1][kStageBytes];  // one per stage
 };
 
 // A permutation of 2^bits numbers.
@@ -71,7 +73,7 @@ struct Part {
     first_head = static_cast<int>(blockIdx.x) / ctas * a.pattern.heads;
     begin = static_cast<int>(blocks * cta / ctas),
     end = static_cast<int>(blocks * (cta + 1) / ctas);
-    if (first_head >= a.layout.heads) begin = end;  // what is left over
+    if (first_head >= a.layout.heads) begin = end;  // the remaining CTAs have no heads
   }
 };
 
@@ -87,7 +89,8 @@ __device__ __forceinline__ unsigned sum_of(const unsigned char* stage) {
   return sum;
 }
 
-// load(stage, row, head) on `arrivals` threads, each of which arrives once, for each block: its first row and head.
+// Calls load(stage, row, head) with the first row and head of each block, on `arrivals` threads,
+// each of which arrives once.
 template <class Load>
 __device__ __forceinline__ void for_blocks(Storage& shared, const Args& a, int arrivals,
                                            const Load& load) {
@@ -151,7 +154,7 @@ __device__ __forceinline__ const unsigned char* line_at(const Args& a, int row, 
          head * layout.head + line * kLineBytes;
 }
 
-// "cp.async.bulk": lines side by side, and rows where these are.
+// "cp.async.bulk": neighbouring lines, and neighbouring rows.
 __global__ void __launch_bounds__(kThreads) read_rows(const __grid_constant__ Args a) {
   Storage& shared = storage();
   const Pattern& p = a.pattern;
@@ -169,7 +172,7 @@ __global__ void __launch_bounds__(kThreads) read_rows(const __grid_constant__ Ar
   });
 }
 
-// "cp.async": 16 bytes of a thread, 16 threads for two lines of a row.
+// "cp.async": 16 bytes per thread, 16 threads for two lines of a row.
 __global__ void __launch_bounds__(kThreads) read_pieces(const __grid_constant__ Args a) {
   Storage& shared = storage();
   for_blocks(shared, a, kLoaders, [&](int stage, int row, int first_head) {

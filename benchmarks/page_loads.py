@@ -1,8 +1,9 @@
-"""`python -m benchmarks.page_loads`: how fast Hopper reads a KV cache, by what a CTA asks for at a time.
+"""`python -m benchmarks.page_loads`: Hopper's speed of reading a KV cache, by the size of a CTA's requests.
 
-The roof of decoding: page_loads.cu reads 16 bits of head dim 128, 8 heads, and computes nothing; a paged cache as vLLM has it (pages of
-16 rows, K and V in one row) in an order of pages that looks random, or dense K and V. What a pattern has read is checked by the sum
-of all words. All patterns are interleaved, beside a copy of as many bytes.
+This is the upper bound of decoding: page_loads.cu reads 16 bits of head dim 128, 8 heads, and computes
+nothing. The cache is paged as in vLLM (pages of 16 rows, K and V in one row) with pages in pseudo-random
+order, or dense K and V. The sum of all words checks that a pattern has read everything. All patterns are
+interleaved with a copy of the same number of bytes.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Layout(c.Structure):
 
 
 class Pattern(c.Structure):
-    """What a copy takes, and the heads that a CTA reads."""
+    """The size of a copy, and the heads that a CTA reads."""
 
     _fields_ = [(n, c.c_int32) for n in ("lines", "copy_heads", "rows", "heads")]
 
 
 def paged(log_rows: int) -> Layout:
-    """Heads side by side in a row, and of each K and V: four lines."""
+    """Neighbouring heads of a row, for K and V each: four lines."""
     return Layout(4, 8, 16, log_rows - 4, True, 4 * LINE, 8 * 4 * LINE, 16 * 8 * 4 * LINE)
 
 
@@ -75,7 +76,7 @@ PATTERNS = {
 
 
 def library(path: Path) -> c.CDLL:
-    """The compiled kernels; compiled now, if they are not there."""
+    """The compiled kernels; compiled now if there is no library yet."""
     if not path.exists():
         nvcc = shutil.which("nvcc")
         if nvcc is None:
@@ -96,7 +97,7 @@ def reader(
     read: Callable[..., int], cache: torch.Tensor, layout: Layout, by: str, pattern: Pattern, promotion: str,
     stages: int, ctas: int,
 ) -> Callable[..., None]:  # fmt: skip
-    """What reads the cache once; given a place for it, adds up what it has read."""
+    """A function that reads the cache once; given an output, it stores the sum."""
 
     def run(total: torch.Tensor | None = None) -> None:
         code = read(

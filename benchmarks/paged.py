@@ -1,8 +1,9 @@
 """`python -m benchmarks.paged`: decoding from a paged KV cache, in bytes moved a second, against FlashAttention-3 and a copy.
 
-Every sequence has one new token; lengths are all the same, or log-uniform up to it. fa3 is scheduled anew at every call, fa3-planned
-by a schedule made before, as vLLM makes one a step. A result is judged against the fp64 oracle, in the shortest and the longest
-sequence, before it is timed; what fails has no time. Candidates are interleaved (timer.py).
+Every sequence has one new token; lengths are all equal, or log-uniform up to a maximum. fa3 is scheduled anew
+at every call, fa3-planned by a schedule made before, as vLLM makes one a step. A result is judged against the
+fp64 oracle, in the shortest and the longest sequence, before it is timed; results that fail have no time.
+Candidates are interleaved (timer.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flashsci.testing import PagedInputs
 
 BATCHES = (1, 16, 64, 256)
 LENGTHS = (1024, 8192, 32768, 131072)
-SHARE_OF_MEMORY = 0.6  # that a cache may take
+SHARE_OF_MEMORY = 0.6  # share that a cache may take
 FA3 = ("fa3", "fa3-planned")  # scheduled anew by every call, or once, as an engine does for a step
 
 
@@ -76,13 +77,13 @@ def cells() -> Iterator[Cell]:
 
 
 def tiny() -> Iterator[Cell]:
-    """Where there is no GPU to fill."""
+    """A small cell, for machines without a GPU."""
     for cache in ("bfloat16", "float8_e4m3fn"):
         yield Cell(3, 64, "log-uniform", cache, heads_q=4, heads_k=2, dim=32)
 
 
 def inputs_of(cell: Cell, device: torch.device) -> PagedInputs:
-    """Pages in random order, keys and values in one row, as vLLM has them."""
+    """Pages in random order, keys and values in one row, the layout of vLLM."""
     random = torch.Generator(device).manual_seed(0)
     needed = [-(-length // cell.page) for length in cell.lengths()]
     order = torch.randperm(sum(needed), generator=random, device=device).to(torch.int32)
@@ -104,7 +105,7 @@ def inputs_of(cell: Cell, device: torch.device) -> PagedInputs:
 
 
 def candidates(cell: Cell, x: PagedInputs, names: list[str]) -> dict[str, Callable[[], Tensor]]:
-    """Those of the names that have this call."""
+    """The names that can run this call."""
     found: dict[str, Callable[[], Tensor]] = {}
     for name in names:
         try:
@@ -115,7 +116,7 @@ def candidates(cell: Cell, x: PagedInputs, names: list[str]) -> dict[str, Callab
 
 
 def _ours(x: PagedInputs, name: str) -> Callable[[], Tensor]:
-    """One of our backends, never another in its place; or of another revision's."""
+    """One of our backends, never another in its place; or one of another revision."""
     package, backend = package_of(name)
     asked = package.explain(x.q, x.k_cache, x.v_cache, **x.options, backend=backend)
     if asked.reasons[backend] is not None:
@@ -130,7 +131,8 @@ def _fa3_of(cell: Cell, x: PagedInputs, name: str) -> Callable[[], Tensor]:
 
 
 def _fa3(ops: Any, x: PagedInputs, planned: bool = False) -> Callable[[], Tensor]:
-    """Its own choice of splits. `planned`: the schedule, which vLLM makes once a step for all layers, is made here, untimed."""
+    """Its own choice of splits. `planned`: the schedule is made here, untimed, as vLLM makes one per step for
+    all layers."""
     o = x.options
     shared = dict(
         cu_seqlens_q=o["cu_seqlens_q"], seqused_k=o["seqused_k"], max_seqlen_q=1, max_seqlen_k=int(o["seqused_k"].max()),
@@ -161,7 +163,7 @@ def _fa3(ops: Any, x: PagedInputs, planned: bool = False) -> Callable[[], Tensor
 
 
 def problems(x: PagedInputs, out: Tensor) -> list[str]:
-    """What is wrong with the shortest and the longest sequence."""
+    """The errors in the shortest and the longest sequence."""
     used = x.options["seqused_k"]
     chosen = torch.stack((used.argmin(), used.argmax()))
     options = x.options | {"block_table": x.options["block_table"][chosen], "seqused_k": used[chosen]}  # fmt: skip
@@ -176,10 +178,10 @@ def problems(x: PagedInputs, out: Tensor) -> list[str]:
 
 
 def judged(x: PagedInputs, function: Callable[[], Tensor]) -> list[str]:
-    """What is wrong with a candidate, its errors included."""
+    """The errors of a candidate, exceptions included."""
     try:
         return problems(x, function())
-    except Exception as error:  # one candidate's: the others are timed
+    except Exception as error:  # the error of one candidate: the others are timed
         if fatal(error):
             raise
         return [f"it raised: {first_line(error)}"]
@@ -188,7 +190,8 @@ def judged(x: PagedInputs, function: Callable[[], Tensor]) -> list[str]:
 def measure(
     cell: Cell, names: list[str], device: torch.device, seconds: float, host: bool = False
 ) -> list[dict]:
-    """A record for each candidate, and one of a copy of as many bytes. host: with what a call costs the host."""
+    """A record for each candidate, and one of a copy of the same number of bytes. host: with the host's cost
+    of a call."""
     x = inputs_of(cell, device)
     functions: dict[str, Callable[[], object]] = {}
     for name, function in candidates(cell, x, names).items():
@@ -282,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
             if clock.monotonic() >= until:
                 print(f"{cell.id} and what follows: no time left")
                 break
-            if 2 * cell.bytes() > most:  # the cache, and what is copied
+            if 2 * cell.bytes() > most:  # the cache, and the source of the copy
                 print(f"{cell.id}: left out, it does not fit into the memory")
                 continue
             try:

@@ -1,8 +1,8 @@
-"""What flashsci is compared with: every kernel of PyTorch's SDPA, the formula in plain PyTorch, compiled
+"""The peers of flashsci: every kernel of PyTorch's SDPA, the formula in plain PyTorch, compiled
 FlexAttention, cuEquivariance, TurboPairFormer. (FlashAttention-3 is in fa3.py.)
 
-What an API needs per call (merging bias and mask for SDPA, say) is inside the timed function; what
-a user would prepare once (FlexAttention's block mask, padding indices) is not.
+Work that an API needs per call (merging bias and mask for SDPA, say) is inside the timed function; data that
+a user would prepare once (FlexAttention's block mask, padding indices) is outside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.inputs import Inputs, Unsupported
 from flashsci.backends import reference
 
 SDPA_KERNELS: dict[str, SDPBackend | None] = {
-    "default": None,  # what torch picks by itself
+    "default": None,  # torch's own choice
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -50,7 +50,7 @@ def sdpa(name: str, x: Inputs) -> Callable[[], Tensor]:
 
 
 def _fits(x: Inputs) -> None:
-    """Refuse what holds every score where that is more than a few GiB."""
+    """Refuse methods that store all scores if these are more than a few GiB."""
     case = x.case
     scores = math.prod(case.batch) * case.H * case.Sq * case.Sk * x.q.dtype.itemsize
     if scores > 1 << 33:
@@ -121,8 +121,7 @@ def _sdpa(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
 
 
 def _sdpa_packed(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
-    """Packed sequences as users of SDPA have them: jagged nested tensors, or padded where a bias is
-    involved."""
+    """Packed sequences in the forms of SDPA's users: jagged nested tensors, or padded if a bias is involved."""
     case, n, longest = x.case, len(x.case.lens), max(x.case.lens)
     if x.bias is None:
         offsets = x.cu_seqlens.long()
@@ -236,8 +235,9 @@ def flex(x: Inputs) -> Callable[[], Tensor]:
 
 
 def _triangle(x: Inputs) -> Callable[[Tensor], Tensor]:
-    """Refuse what is no triangle attention. How tensors of the case are seen as [B, N, ...], with a bias [B, 1, ...] that
-    all N rows share: members with one bias are the rows of one, members with a bias each have one row."""
+    """Refuse cases that are no triangle attention. Tensors of the case are seen as [B, N, ...], with a bias
+    [B, 1, ...] that all N rows share: members with one bias are the rows of one, members with a bias each
+    have one row."""
     case = x.case
     if case.lens or x.bias is None or case.causal or case.window or case.Hk != case.H:
         raise Unsupported("it does triangle attention only: dense, with a bias, not causal")

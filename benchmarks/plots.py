@@ -37,7 +37,7 @@ _WIDTH = 4.0  # inches of one panel
 
 
 def draw(records: list[Record], folder: Path) -> list[Path]:
-    """Every picture that these records are enough for; returns the files written."""
+    """Every picture that these records suffice for; returns the files written."""
     folder.mkdir(parents=True, exist_ok=True)
     gpu = next((r["env"]["gpu"] for r in records if r["env"]["gpu"]), "cpu")
     prefix = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
@@ -59,7 +59,7 @@ def draw(records: list[Record], folder: Path) -> list[Path]:
 
 
 def _panels(records: list[Record]) -> dict[str, list[Record]]:
-    """{series: records} of what was measured at two lengths or more."""
+    """{series: records} for series measured at two lengths or more."""
     panels: dict[str, list[Record]] = {}
     for r in records:
         if r["time_us"] and ranking.length(r):

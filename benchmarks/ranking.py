@@ -1,6 +1,6 @@
-"""What records say: who wins where and by how much, what the claims are worth, what changed.
+"""The conclusions from records: wins and losses with their ratios, the state of the claims, and changes.
 
-A record is a dict as `benchmarks.run` documents it. Only what passed its check has a time.
+A record is a dict as `benchmarks.run` documents it. Only candidates that passed their check have a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Record = dict
 
 SDPA_KERNELS = [n for n in BASELINES if n.startswith("sdpa:") and n != "sdpa:default"]
 
-#: Ratios as near to 1 as this, as shown, are a draw: another run may turn them round.
+#: Ratios this near to 1, as shown, are a draw: another run may reverse them.
 DRAW = 0.0201
 
 
@@ -36,14 +36,14 @@ def length(record: Record) -> int | None:
 
 
 def own(records: Iterable[Record]) -> tuple[str, ...]:
-    """The backends that count as ours: our kernels or, where none ran, whatever did."""
+    """The backends that count as ours: our kernels or, if none ran, any backend that did."""
     ran = {r["backend"] for r in records if r["time_us"]}
     kernels = [n for n in OURS if n in ran and n not in ("reference", "sdpa", "eager")]
     return tuple(kernels or [n for n in OURS if n in ran])
 
 
 def _timed(records: Iterable[Record]) -> dict[tuple[str, str], dict[str, Record]]:
-    """{(case, pass): {backend: record}} of what has a time."""
+    """{(case, pass): {backend: record}} of records with a time."""
     found: dict[tuple[str, str], dict[str, Record]] = {}
     for r in records:
         if r["time_us"]:
@@ -64,7 +64,7 @@ class Standing:
 
     @property
     def about(self) -> Record:
-        """A record of the case and pass, whoever's."""
+        """Any record of the case and pass."""
         return self.ours or self.peer or {}
 
     @property
@@ -73,7 +73,7 @@ class Standing:
 
     @property
     def result(self) -> str:
-        """One of "wins", "draws" and "loses"; who runs alone wins."""
+        """One of "wins", "draws" and "loses"; a side without a rival wins."""
         if self.ratio is None:
             return "wins" if self.ours else "loses"
         if abs(round(self.ratio, 2) - 1) <= DRAW:
@@ -82,14 +82,14 @@ class Standing:
 
 
 def standings(records: list[Record]) -> list[Standing]:
-    """One for each case and pass; none where only one side was there at all."""
+    """One for each case and pass; none if only one side has records at all."""
     names = own(records) if any(r["backend"] in BASELINES for r in records) else ()
     found = []
     for (_, kind), by in _timed(records).items():
         ours = [r for n, r in by.items() if n in names]
         peers = [r for n, r in by.items() if n in BASELINES]
         if kind in ("forward", "backward") and any(n in by for n in SDPA_KERNELS):
-            # What torch picks by itself is one of its kernels; the host sees the picking.
+            # torch's own choice is one of its kernels; the host's time includes the choice.
             peers = [r for r in peers if r["backend"] != "sdpa:default"]
         if names and (ours or peers):
             best = (min(side, key=median, default=None) for side in (ours, peers))
@@ -112,7 +112,7 @@ class Group:
         return geomean(ratios) if ratios else None
 
     def backend(self, side: str) -> str:
-        """Who stands most often on a side, "ours" or "peer"; "+" if others do too."""
+        """The most frequent candidate on a side, "ours" or "peer"; "+" if there are others."""
         names = Counter(r["backend"] for s in self.members if (r := getattr(s, side)))
         return "" if not names else names.most_common(1)[0][0] + ("+" if len(names) > 1 else "")
 
@@ -153,7 +153,7 @@ def geomeans(records: list[Record]) -> list[tuple[str, int, str, str, str, float
 
 @dataclass(frozen=True)
 class Holding:
-    """What records say of a claim: a ratio of speeds (or microseconds), and of how many cases."""
+    """The evidence of records for a claim: a ratio of speeds (or microseconds), and the number of cases."""
 
     claim: Claim
     value: float | None
@@ -168,7 +168,7 @@ class Holding:
 
 
 def claims(records: list[Record]) -> list[Holding]:
-    """Every claim whose cases are all among these records, with whoever it is about."""
+    """Every claim whose cases are all among these records, with the candidates that it is about."""
     asked = {(r["case"]["id"], r["pass"], r["backend"]) for r in records}
     timed = _timed(records)
     found = []
@@ -238,7 +238,7 @@ def split(records: list[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def drift(found: list[Change]) -> float | None:
-    """How much faster the device itself was in the newer run, by what was timed alongside."""
+    """The device's own speed in the newer run over that in the older one, from the ceilings timed alongside."""
     ratios = [
         c.new["ceiling"][what] / c.old["ceiling"][what]
         for c in found

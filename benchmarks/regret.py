@@ -1,9 +1,9 @@
-"""What `auto` loses: the time of what it picks over that of the best candidate, for the cases of records.
+"""The regret of `auto`: the time of its choice over that of the best candidate, for the cases of records.
 
-The best of a case is the fastest candidate that passed its check: cuda, triton, every kernel of SDPA, and plain math
-where `auto` may hold its scores. *Forward* is a call without gradients; *backward* and *both* are of one with. A forward takes
-at least what it costs the host: the GPU is done sooner with short ones, and waits. A case of the suite `latency` counts by its
-pass `host` alone.
+The best of a case is the fastest candidate that passed its check: cuda, triton, every kernel of SDPA, and
+plain math if `auto` may hold its scores. *Forward* is a call without gradients; *backward* and *both* are of
+one with. A forward takes at least its host time: the GPU finishes short ones sooner, and waits. A case of the
+suite `latency` counts by its pass `host` alone.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from flashsci.preferences import Table
 from flashsci.problem import Problem, sums_bias
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Of records that do not say.
+#: The default for records that do not say.
 CAPABILITIES = {"NVIDIA H200": (9, 0)}
-BACKENDS = ("cuda", "triton", "sdpa", "eager")  # what `auto` may pick, but for the last resort
+BACKENDS = ("cuda", "triton", "sdpa", "eager")  # the candidates of `auto`, except the last resort
 SHARING = ("cuda", "triton")  # each may compute the gradients of the other's forward
-#: What a forward costs the host, in microseconds: `small-call` on an H200.
+#: The host time of a forward, in microseconds: `small-call` on an H200.
 HOST = {"cuda": 15.0, "triton": 21.0, "sdpa": 17.0}
 SDPA_KERNELS = ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient")
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One case of one file of records: who computes its passes, and in what time."""
+    """One case of one file of records: the backends of its passes, and their times."""
 
     file: str
     id: str
@@ -44,19 +44,19 @@ class Timed:
     commit: str  # and the day
     gpu: str
     problem: Problem
-    generation: int  # of the cuda backend's kernels that would compute its gradients
+    generation: int  # the cuda backend's kernels that would compute its gradients
     forward: dict[str, float]  # backend -> us; inf: refused or wrong
     backward: dict[str, float]
     best: dict[str, float]  # pass -> us of the best candidate, whether auto could pick it or not
     wrong: frozenset[str]  # backends that failed their check
 
     def gradients(self, backend: str) -> float | None:
-        """The time of a backend's own gradients. What `cuda` measured may have been another's."""
+        """The time of a backend's own gradients. The gradients measured for `cuda` may be another backend's."""
         own = self.backward.get("cuda:own") if backend == "cuda" else None
         return own or self.backward.get(backend)
 
     def serving(self, grad: bool) -> dict[str, float]:
-        """Times of the forward; inf where a gradient is wanted and nobody has it."""
+        """Times of the forward; inf if a gradient is wanted and no backend has it."""
 
         def refuses(name: str) -> bool:
             whose = SHARING if name in SHARING else (name,)
@@ -66,7 +66,8 @@ class Timed:
         return {n: math.inf if n in lacking else time for n, time in self.forward.items()}
 
     def time(self, backend: str, gradients: str) -> float | None:
-        """Of forward and backward: ``gradients`` are whose where cuda and triton may have each other's."""
+        """The time of forward and backward; ``gradients``: the backend of the gradients, as cuda and triton
+        may have each other's."""
         first = self.forward.get(backend)
         second = self.gradients(gradients if backend in SHARING else backend)
         return None if first is None or second is None else first + second
@@ -95,7 +96,7 @@ def problem_of(case: dict[str, Any], capability: tuple[int, int] | None, on_gpu:
 
 
 def generation_of(case: dict[str, Any], problem: Problem) -> int:
-    """Of the cuda backend's kernels for the gradients of a case, with bias and mask as they lie in memory."""
+    """The cuda backend's kernels for the gradients of a case, with bias and mask in their memory layout."""
     if problem.capability is None:
         return 0
     module = registry.find("cuda").load()
@@ -164,7 +165,8 @@ def _timed(file: str, records: list[dict]) -> Timed | None:
 
 
 def _backends(times: dict[str, float], problem: Problem) -> dict[str, float]:
-    """By what `auto` can pick. What was not measured itself goes by what it would run."""
+    """Times by the candidates of `auto`. A candidate without a measurement has the time of the one that it
+    would run."""
     found = {n: times[n] for n in (*BACKENDS, "cuda:own", "reference") if n in times}
     if "sdpa" not in found:
         masked = problem.bias or problem.mask or problem.head_dim != problem.head_dim_v
@@ -193,16 +195,17 @@ def pick(order: Iterable[str], case: Timed, grad: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Regret:
-    """What `auto` picks for a pass of a case, and its time over the best."""
+    """The choice of `auto` for a pass of a case, and its time over the best."""
 
     case: Timed
     kind: str  # "forward", "backward" or "both"
-    backend: str | None  # None: what it picks was not measured
+    backend: str | None  # None: its choice was not measured
     ratio: float | None  # None: not measured, or wrong
 
 
 def regrets(cases: list[Timed], tables: tuple[Table, ...]) -> list[Regret]:
-    """Of every case and pass: "forward" of a call without gradients, "backward" and "both" of one with."""
+    """The choices for every case and pass: "forward" for a call without gradients, "backward" and "both" for
+    one with."""
     found = []
     for case in cases:
         name = picked(case, tables, grad=False)
@@ -262,7 +265,7 @@ def summary(found: list[Regret]) -> dict[str, list[float]]:
 
 
 def report(found: list[Regret]) -> str:
-    """Regret by suite and pass, the worst ten, and what auto picks without a measurement."""
+    """Regret by suite and pass, the worst ten, and the choices of `auto` without a measurement."""
     lines = []
     for suite in sorted({r.case.suite for r in found}):
         for kind, (count, mean, worst) in summary(

@@ -1,6 +1,6 @@
 """Records as tables: on the terminal, as Markdown, and in pages of the repository.
 
-A page asks for a table by a pair of comments; what stands between them is rewritten by `refresh`:
+A page asks for a table by a pair of comments; `refresh` rewrites the text between them:
 
     <!-- bench:begin summary benchmarks/results/h200/headline.json -->
     <!-- bench:end -->
@@ -42,7 +42,7 @@ class Table:
 
 
 def _digits(value: float, count: int = 3) -> str:
-    """So many significant digits, never with an exponent: 2240, 65.3, 0.0123."""
+    """A number with this many significant digits, never with an exponent: 2240, 65.3, 0.0123."""
     return f"{float(f'{value:.{count}g}'):.12f}".rstrip("0").rstrip(".")
 
 
@@ -54,7 +54,7 @@ def _time(record: Record | None) -> str:
 
 
 def _unit(record: Record) -> str:
-    """What the nearer ceiling counts: "tflops" or "gbps"."""
+    """The unit of the nearer ceiling: "tflops" or "gbps"."""
     ceiling = record.get("ceiling") if record["tflops"] else None
     near = ceiling and record["gbps"] / ceiling["gbps"] > record["tflops"] / ceiling["tflops"]
     return "gbps" if near else "tflops"
@@ -98,7 +98,7 @@ def times(records: list[Record]) -> Table:
 
 
 def refusals(records: list[Record]) -> Table:
-    """Who did not run what, one row per reason."""
+    """The refusals by candidate, one row per reason."""
     passes: dict[tuple[str, str], dict[str, list[str]]] = {}
     for r in records:
         if r["gate"].startswith("refused"):
@@ -112,7 +112,7 @@ def refusals(records: list[Record]) -> Table:
 
 
 def standings(records: list[Record]) -> Table:
-    """Every case and pass: our best, the best of the others, and who wins."""
+    """Every case and pass: our best, the best of the others, and the winner."""
     found = ranking.standings(records)
     rows = []
     for s in found:
@@ -197,8 +197,8 @@ def claims(records: list[Record]) -> Table:
 
 
 def merged(old: list[Record], new: list[Record]) -> list[Record]:
-    """``old``, with what ``new`` has measured again: all records of each of its cases and passes, where the old ones were, and
-    cases that are new at the end."""
+    """``old`` updated with the measurements of ``new``: all records of each of its cases and passes in place
+    of the old ones, and new cases at the end."""
 
     def grouped(records: list[Record]) -> dict[tuple[str, str, str], list[Record]]:
         groups: dict[tuple[str, str, str], list[Record]] = {}
@@ -211,7 +211,7 @@ def merged(old: list[Record], new: list[Record]) -> list[Record]:
 
 
 def comparison(old: list[Record], new: list[Record], one_run: bool = False) -> Table:
-    """What changed between two measurements, case by case, and the geometric means last."""
+    """The changes between two measurements, case by case, and the geometric means last."""
     found = ranking.changes(old, new)
 
     def spread(record: Record) -> str:
@@ -259,7 +259,7 @@ def _commits(records: list[Record]) -> str:
 
 
 def _place(records: list[Record]) -> str:
-    """Where and with what records were measured."""
+    """The place and the records of the measurements."""
 
     def every(key: str) -> str:
         found = (r["env"][key] for r in records)
@@ -280,7 +280,7 @@ def _memory(record: Record) -> str:
 
 
 def _steps(records: list[Record]) -> dict[str, dict[str, Record]]:
-    """Of whole models: by step and dtype, the client's record and flashsci's."""
+    """The records of whole models: by step and dtype, the client's and flashsci's."""
     found: dict[str, dict[str, Record]] = {}
     for r in records:
         if r["suite"] == "models":
@@ -339,7 +339,7 @@ def _range(values: Iterable[float | None]) -> str:
 
 
 def losses(records: list[Record]) -> Table:
-    """The cases of a benchmark in which somebody else is faster than our best."""
+    """The cases of a benchmark in which a peer is faster than our best."""
     found = [s for s in ranking.standings(records) if s.result == "loses"]
     rows = [
         [
@@ -370,7 +370,8 @@ def _both(client: Record, ours: Record, clock: str) -> str:
 
 
 def models(records: list[Record]) -> Table:
-    """Whole models, as they are and on flashsci: time of a step, memory, errors, who served the calls."""
+    """Whole models, as they are and on flashsci: time of a step, memory, errors, and the backends of the
+    calls."""
     steps = _steps(records)
     rows = []
     for way in steps.values():
@@ -431,7 +432,7 @@ def models(records: list[Record]) -> Table:
 
 
 def served(records: list[Record]) -> Table:
-    """Every call that the models made of flashsci: shapes, strides, and whose kernels computed it."""
+    """Every call that the models made of flashsci: shapes, strides, and the backends that computed it."""
     rows = []
     for r in records:
         for call in r.get("calls", ()):
@@ -443,7 +444,7 @@ def served(records: list[Record]) -> Table:
     return Table("Calls of the models", header, rows)
 
 
-#: What a page can ask for, by name.
+#: The tables that a page can ask for, by name.
 TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "times": times,
     "refusals": refusals,
@@ -460,7 +461,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
 
 
 def tables(records: list[Record]) -> list[Table]:
-    """Everything worth showing about these records, the most telling last."""
+    """All tables for these records, the most important last."""
     calls = [r for r in records if r["suite"] != "models"]
     base, ours = ranking.split(calls)
     found = [times(calls), refusals(records), geomeans(ours), standings(ours)]
@@ -482,7 +483,7 @@ def markdown(table: Table) -> str:
 
 
 def plain(table: Table) -> str:
-    """As aligned text."""
+    """A table as aligned text."""
     widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
     lines = [table.header, ["-" * w for w in widths], *table.rows]
     body = "\n".join(

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.residual`: attention whose scores are a result, its time against what gives the same, and their errors.
+"""`python -m benchmarks.residual`: times and errors of attention whose scores are a result, and of its peers.
 
-Peers: the parts (flashsci.attention as `auto` serves it, and the scores by baddbmm), the formula in plain PyTorch as models write
-it, and that compiled. It is a layer amid others: each way is given scores, and a gradient of its own, laid out as it lays them out.
-Each way's results and gradients are compared with the formula in float64 first, on a few of the batch, and
-what is beyond twice the error of plain PyTorch has no time. Ways are interleaved (timer.py); forward and backward apart.
+Peers: the parts (flashsci.attention as `auto` serves it, and the scores by baddbmm), the formula in plain
+PyTorch as models write it, and the compiled formula. It is a layer among others: each way gets scores, and a
+gradient of its own, in its own memory layout. Each way's results and gradients are compared with the formula
+in float64 first, on a few members of the batch; a way beyond twice the error of plain PyTorch has no time.
+Ways are interleaved (timer.py); forward and backward separately.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.timer import interleave
 from flashsci import records as records_file
 from flashsci.residual import plain_scores
 
-FEW = 2  # of the batch, that errors are measured on
+FEW = 2  # members of the batch on which errors are measured
 Way = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -44,7 +45,8 @@ class Cell:
         return f"{self.name}-{self.dtype}-s{self.seq}"
 
     def bytes(self, backward: bool) -> int:
-        """Least that is moved: bias and scores, backward also dS and the gradient of the scores; q, k, v, out and theirs."""
+        """Least bytes moved: bias and scores, backward also dS and the gradient of the scores; q, k, v, out
+        and their gradients."""
         size = DTYPES[self.dtype].itemsize
         scores = self.batch * self.heads * self.seq**2
         rows = self.batch * self.heads * self.seq * self.dim
@@ -73,7 +75,7 @@ def tensors(cell: Cell, device: torch.device) -> list[Tensor]:
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """As models write it; every row sees a key."""
+    """The formula as models write it; every row sees a key."""
     scores = q * q.shape[-1] ** -0.5 @ k.mT + bias
     return scores.softmax(-1) @ v, scores
 
@@ -108,7 +110,7 @@ def results(way: Way, given: list[Tensor], gradients: list[Tensor]) -> list[Tens
 
 
 def errors(cell: Cell, each: dict[str, Way], given: list[Tensor], gradients: list[Tensor]) -> dict[str, list[float]]:  # fmt: skip
-    """Of all results in the Euclidean norm, relative to the formula in float64."""
+    """The error of all results in the Euclidean norm, relative to the formula in float64."""
     few = lambda x, dtype: x.detach()[:FEW].to(dtype)  # noqa: E731
     wide, dwide = ([few(x, torch.float64) for x in of] for of in (given, gradients))
     truth = results(formula, [x.requires_grad_() for x in wide], dwide)

@@ -1,12 +1,12 @@
-"""Another revision of flashsci beside the present one, in this process: what A/B comparisons need.
+"""Another revision of flashsci in this process, together with the present one: for A/B comparisons.
 
-Two processes could only take turns through a pipe, with a synchronisation at every turn. In one
-process both revisions share the stream, the allocator and the clock of the GPU, one launch is timed
-next to the other, and everything else the benchmark does (fp64 check, memory, host time) applies to
-both. What stands in the way is the name: two packages `flashsci`, two op namespaces `flashsci::`. So
-the other revision is loaded from a copy in which the word is ALIAS: in its Python everywhere, in its
-CUDA library in the one string that names the op namespace, which is why both words are as long. Its C
-symbols keep their names; libraries are loaded without sharing symbols.
+Two processes could only take turns through a pipe, with a synchronisation at every turn. In one process both
+revisions share the stream, the allocator and the clock of the GPU, one launch is timed next to the other, and
+everything else the benchmark does (fp64 check, memory, host time) applies to both. The obstacle is the name:
+two packages `flashsci`, two op namespaces `flashsci::`. So the other revision is loaded from a copy in which
+the word is ALIAS: in its Python everywhere, in its CUDA library in the one string that names the op
+namespace, which is why both words have the same length. Its C symbols keep their names; libraries are loaded
+without sharing symbols.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load(base: str, kernels: bool = False) -> Revision:
 
 
 def current() -> Revision:
-    """The one that was loaded."""
+    """The revision that was loaded."""
     if _loaded is None:
         raise BenchError("no other revision is loaded; give one as base")
     return _loaded
@@ -94,7 +94,7 @@ def _unpacked(reference: str, folder: Path) -> tuple[str, Path]:
 
 
 def _library(tree: Path, commit: str | None) -> Path | None:
-    """The CUDA library of a tree; None where it has none and none can be built."""
+    """The CUDA library of a tree; None if it has none and none can be built."""
     found = [*tree.glob(f"{NAME}/_C*.so"), *tree.glob("build/manual/_C.so")]
     if found:
         return max(found, key=lambda path: path.stat().st_mtime)

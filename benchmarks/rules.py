@@ -1,10 +1,11 @@
-"""Rules for `auto` from records: exceptions to those written by hand, few and short.
+"""Rules for `auto` from records: exceptions to the handwritten ones, few and short.
 
-Learning starts from the rules written by hand and puts exceptions before them, one at a time: the conditions and the
-backend that save most regret, as long as they save more than a rule costs. Each condition costs a little, and so does
-every call that nobody measured and that the rule would turn: rules stay near what they rest on. No price keeps a rule that
-saves enough from calls with a bias of another form, which kernels treat unlike each other: so every rule names the forms that
-its records have. What it would turn beyond them is still in its price; without that, ranges closed around single records.
+Learning starts from the handwritten rules and puts exceptions before them, one at a time: the conditions and
+the backend that save most regret, if they save more than a rule costs. Each condition costs a little, and so
+does every unmeasured call whose choice the rule would change: rules stay near their evidence. A cost does not
+keep a rule that saves enough from calls with a bias of another form, for which kernels differ in speed. So
+every rule names the forms that its records have. Changes beyond these forms still count in its cost; without
+that, ranges closed around single records.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ from flashsci import preferences
 from flashsci.preferences import Rule, Table
 from flashsci.problem import Problem
 
-#: The order behind the backend that a learnt rule puts first.
+#: The order after the backend that a learnt rule puts first.
 OTHERS = ("cuda", "triton", "sdpa", "reference")
-#: In units of log regret: of a rule, of each of its conditions, of a call nobody measured whose choice it turns.
+#: Costs in units of log regret: of a rule, of each of its conditions, of an unmeasured call whose choice it
+#: changes.
 RULE, CONDITION, FLIP = 0.04, 0.005, 0.01
-#: Of a choice that was not measured, or failed its check.
+#: The cost of a choice that was not measured, or failed its check.
 UNKNOWN = math.log(1.5)
 MOST_CONDITIONS, BEAM = 6, 12
-#: What a call with gradients costs the host behind our interface beyond one of our kernels, in microseconds: `small-call`
-#: on an H200. Training steps wait for the host at the sizes where this counts.
+#: The host time of a call with gradients through our interface beyond that of one of our kernels, in
+#: microseconds: `small-call` on an H200. Training steps wait for the host at the sizes where this counts.
 HOST = {"sdpa": 120.0}
-#: What learnt rules may ask, with the numbers among them.
+#: The features that learnt rules may test, with the numbers among them.
 ASKED = {
     "calls": ("bits", "head_dim", "seq_q", "seq_k", "batch_heads", "aligned", "band", "bias", "inner_heads", "mask", "varlen", "grad"),
     "gradients": ("bits", "head_dim", "seq_q", "seq_k", "batch_heads", "aligned", "band", "bias", "bias_grad", "bias_summed", "mask", "varlen", "generation", "forward"),
@@ -54,21 +56,21 @@ ASKED = {
 
 @dataclass(frozen=True)
 class Example:
-    """What a rule is learnt from: features of a call, and by each backend that may be put first the time over the best
-    (inf: not measured, or wrong)."""
+    """An example for learning: features of a call, and for each backend that may be put first its time over
+    the best (inf: not measured, or wrong)."""
 
     case: Timed
     found: dict[str, Any]
     ratios: dict[str, float]
 
     def loss(self, lead: str) -> float:
-        """Log regret; what is beyond 10% counts twice."""
+        """Log regret; regret beyond 10% counts twice."""
         ratio = self.ratios[lead]
         return UNKNOWN if math.isinf(ratio) else math.log(ratio) + max(0.0, math.log(ratio / 1.1))
 
 
 def examples(cases: list[Timed], kind: str, tables: tuple[Table, ...]) -> list[Example]:
-    """For gradients, ``tables`` say whose forward it is."""
+    """For gradients, ``tables`` give the backend of the forward."""
     if kind == "calls":
         return [e for case in cases for e in _calls(case)]
     forwards = [(case, picked(case, tables, grad=True)) for case in cases]
@@ -108,7 +110,7 @@ Condition = tuple[str, Any]
 
 
 def conditions(seen: list[Example], kind: str) -> list[Condition]:
-    """All that a rule may ask: values that occur, and thresholds between neighbouring ones."""
+    """All conditions of a rule: values that occur, and thresholds between neighbouring ones."""
     found: list[Condition] = []
     for name in ASKED[kind]:
         values = sorted({v for e in seen if (v := e.found[name]) is not None})
@@ -128,7 +130,7 @@ def _between(low: int, high: int) -> int:
 
 
 def _joined(when: dict[str, Any], condition: Condition) -> dict[str, Any] | None:
-    """With one more condition; None if it adds nothing."""
+    """The rule with one more condition; None if it adds nothing."""
     name, wanted = condition
     if name not in when:
         return {**when, name: wanted}
@@ -151,14 +153,15 @@ class Candidate:
     covered: torch.Tensor  # [points], 1 where the conditions hold
 
     def key(self) -> tuple[float, str]:
-        """The best first, and always the same of equals."""
+        """A sort key: the best first, and a fixed order among equals."""
         return -round(self.gain, 9), json.dumps([self.when, self.lead], sort_keys=True)
 
 
 class Learner:
     """Exceptions to the rules written by hand, from examples of one GPU.
 
-    A point is a call that a rule may cover: the examples, then cases that nobody measured, which should stay as they are.
+    A point is a call that a rule may cover: the examples, then unmeasured cases, which should keep their
+    choice.
     """
 
     def __init__(self, kind: str, seen: list[Example], defaults: Table, unmeasured: list[dict]):
@@ -173,7 +176,7 @@ class Learner:
     def learn(self) -> list[Rule]:
         while (rule := self._next()) is not None:
             self.rules.insert(0, rule)
-        for rule in tuple(self.rules):  # a later exception may have made an earlier one needless
+        for rule in tuple(self.rules):  # a later exception may have made an earlier one redundant
             rest = [r for r in self.rules if r is not rule]
             if self._total(rest) <= self._total(self.rules) + RULE:
                 self.rules = rest
@@ -188,7 +191,7 @@ class Learner:
         return sum(e.loss(self._lead(rules, e.found)) for e in self.seen)
 
     def _savings(self) -> dict[str, torch.Tensor]:
-        """By each backend that may lead, [points]: what it saves where it takes over."""
+        """For each backend that may lead, [points]: the regret that it saves there."""
         now = [self._lead(self.rules, point) for point in self.points]
         measured, rest = now[: len(self.seen)], now[len(self.seen) :]
         found = {}
@@ -199,7 +202,7 @@ class Learner:
         return found
 
     def _next(self) -> Rule | None:
-        """The exception that saves most, if it saves anything."""
+        """The exception that saves most, if any saves something."""
         savings = self._savings()
         everywhere = torch.ones(len(self.points), dtype=torch.float64)
         beams = {lead: [Candidate(-math.inf, {}, lead, everywhere)] for lead in self.leads}
@@ -209,7 +212,7 @@ class Learner:
             for start in beams[lead]:
                 saved = start.covered * savings[lead]
                 gains = self.held @ saved - RULE - CONDITION * depth
-                some = self.held @ saved.clamp(min=0) > RULE  # else no more conditions help
+                some = self.held @ saved.clamp(min=0) > RULE  # else no condition helps
                 for condition, held, gain, promising in zip(
                     self.conditions, self.held, gains.tolist(), some.tolist(), strict=True
                 ):
@@ -259,7 +262,7 @@ def unmeasured(cases: list[Timed], seen: list[Example], kind: str) -> list[dict[
 
 
 def _changed(p: Problem) -> Iterable[Problem]:
-    """A call with one feature another."""
+    """A call with one feature changed."""
     yield replace(p, mask=not p.mask)
     yield replace(p, window_left=63 if p.window_left < 0 else -1)
     yield replace(p, window_right=-1 if p.window_right == 0 else 0)
@@ -272,7 +275,7 @@ def _changed(p: Problem) -> Iterable[Problem]:
     if p.bias_shape is None:
         yield replace(p, seq_q=8 * rows, seq_k=8 * keys)
     every = (*p.batch, p.heads_q, rows, keys)
-    # By the batch; one batch member has its own bias for each head then, or one for all of them.
+    # By the batch; a single batch member has a bias for each head then, or one for all of them.
     shared = every[-3:] if math.prod(p.batch) > 1 else (1, rows, keys)
     for shape in (None, (1, keys), shared, every):
         if shape != p.bias_shape:
@@ -306,7 +309,7 @@ def _about(cases: list[Timed]) -> str:
 def _evidence(
     rule: Rule, rules: list[Rule], seen: list[Example], defaults: Table, kind: str
 ) -> str:
-    """On which records a rule rests, and what it gains over the rules written by hand."""
+    """The records on which a rule rests, and its gain over the handwritten rules."""
     own = [e for e in seen if next((r for r in rules if r.holds(e.found)), None) is rule]
     lead, gains, turned = rule.order[0], [], []
     for e in own:

@@ -1,5 +1,4 @@
-"""Timing that compares: candidates interleaved launch by launch in one process, summarised by
-medians.
+"""Timing that compares: candidates interleaved launch by launch in one process, summarised by medians.
 
 Clocks, temperature and neighbours drift by tens of percent over seconds, and hit whatever runs
 alone at that moment; interleaved, every candidate sees the same drift, so ratios hold where
@@ -25,7 +24,7 @@ _SHORTEST_SECONDS = 100e-6
 #: `torch.cuda._sleep` counts GPU clock cycles. The highest clock of the GPUs known makes the wait
 #: long enough on all.
 _CYCLES_PER_SECOND = 2.2e9
-#: Beyond this, launching is what the function is about (or it synchronises): seconds.
+#: Seconds; longer launches mean that the function is about launching (or synchronises).
 _LONGEST_WAIT = 20e-3
 
 
@@ -76,9 +75,7 @@ def interleave(
     for name, function in functions.items():
         once = measure.pilot(name, function)
         batches[name] = max(1, math.ceil(_SHORTEST_SECONDS / max(once, 1e-7)))
-        turns[name] = max(
-            2, int(seconds / max(once, 1e-7))
-        )  # what is very slow sits some rounds out
+        turns[name] = max(2, int(seconds / max(once, 1e-7)))  # very slow functions skip some rounds
         total += once * batches[name] + measure.overhead(name, batches[name])
     count = max(rounds[0], min(rounds[1], int(seconds / max(total, 1e-9))))
     order = list(functions)
@@ -119,8 +116,8 @@ class _HostClock:
 class _GpuClock:
     """Events on the stream, behind a wait that is long enough for the host to queue the work.
 
-    Work whose start event has passed before the last launch is queued may have gaps in it: such
-    samples only count where there are no others, and the next wait is longer.
+    Work whose start event has passed before the last launch is queued may have gaps in it. Such samples count
+    only if there are no others, and the next wait is longer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -132,7 +129,7 @@ class _GpuClock:
         self.flush = torch.zeros(max(l2, 1 << 24) // 2, dtype=torch.float32, device=device)
 
     def pilot(self, name: str, function: Function) -> float:
-        """GPU seconds of one call; notes how long the host takes to launch it."""
+        """GPU seconds of one call; notes the host's launch time."""
         launches: list[float] = []
         while len(launches) < 4 and sum(launches) < 0.1:
             torch.cuda.synchronize(self.device)
@@ -183,12 +180,12 @@ def host_time(
     to_end: bool = False,
     warmup: int = 10,
 ) -> dict[str, Times]:
-    """Seconds by the host's clock: what it spends in one call, the GPU's work not included (what an
-    eager small model is bound by), or with `to_end` until the GPU is done.
+    """Seconds by the host's clock: the host's part of one call, without the GPU's work (the bound of eager
+    small models), or with `to_end` until the GPU is done.
 
-    Each sample is `calls` calls in a row on an idle device; the device is drained between samples,
-    so that a full launch queue never blocks the host. Every second round goes the other way round: one
-    function may leave the host's caches to the next as it likes them. `seconds` is about the whole time spent.
+    Each sample is `calls` calls in a row on an idle device; the device is drained between samples, so that a
+    full launch queue never blocks the host. Every second round has the opposite order: one function may leave
+    the host's caches in its own state to the next. `seconds` is about the whole time spent.
     """
 
     def drain() -> None:

@@ -1,5 +1,4 @@
-"""Is what a candidate computes right? Asked of the very shapes that are timed, before they are
-timed.
+"""A check of a candidate's results, for the very shapes that are timed, before they are timed.
 
 An fp64 oracle of a large case would take far longer than the benchmark, so a sample is checked:
 some batch entries, heads and query rows. The output's gradient is zero outside the sample, which
@@ -31,16 +30,15 @@ BUDGET = {"cuda": 1 << 24, "cpu": 1 << 20}
 
 @dataclass
 class Verdict:
-    """What was found of one pass ("forward" or "backward") of a candidate."""
+    """The findings on one pass ("forward" or "backward") of a candidate."""
 
     error: float  # largest absolute error against fp64
-    ratio: float  # largest share of what the rules allow, over tensors and rules
+    ratio: float  # largest share of the allowance, over tensors and rules
     problem: str | None
 
 
 def _spread(size: int, count: int, device: torch.device) -> Tensor:
-    """`count` of `size` indices, the last one always among them: large offsets are where things go
-    wrong."""
+    """`count` of `size` indices, the last one always among them: errors are most likely at large offsets."""
     return torch.linspace(size - 1, 0, min(size, count), device=device).round().long().unique()
 
 
@@ -58,8 +56,8 @@ class Sample:
 
     @cached_property
     def coarse_judge(self) -> Judge:
-        """For SDPA, which takes a bias in the dtype of q only, and TurboPairFormer, which rounds it to that: what they can be
-        asked for."""
+        """The judge for SDPA and TurboPairFormer, which take or round a bias to the dtype of q: this rounding is no error
+        of theirs."""
         bias = self.call.bias
         if bias is None or bias.dtype == self.call.q.dtype:
             return self.judge
@@ -69,7 +67,7 @@ class Sample:
         x, case, device = self.inputs, self.inputs.case, self.inputs.q.device
         budget = BUDGET[device.type]
         rows = _spread(case.Sq, max(1, budget // case.Sk), device)
-        # Of one head: its scores or, where queries are few, its keys and values.
+        # The size of one head: its scores or, if queries are few, its keys and values.
         each = max(len(rows) * (case.H // case.Hk), case.D + case.Dv)
         room = max(1, budget // (case.Sk * each))
         chosen = []

@@ -1,17 +1,17 @@
-"""Real crystals and molecules through every backend: who serves the call, how exact, how fast, and
-what comes out.
+"""Real crystals and molecules through every backend: the backend that serves the call, its errors, its times, and
+the result.
 
     python examples/crystals.py            (or: make demo)
 
 Every elemental crystal of ASE's `dcdft` collection and every molecule of its `g2` collection go
 into ONE packed batch, without padding: 1 to 96 atoms each. One attention layer as in models of
 atoms (Crystalformer, Graphormer, Uni-Mol): per-atom features from an element embedding and the
-local environment, and a bias -d^2 / 2 sigma_h^2 for every pair of atoms of a structure, with one
-learned length sigma_h per head. Forces F = -dE/dx flow through features and bias. The weights are
-random (seeded); what is compared is the arithmetic, and what the figure shows is geometry.
+local environment, and a bias -d^2 / 2 sigma_h^2 for every pair of atoms of a structure, with one learned length
+sigma_h per head. Forces F = -dE/dx flow through features and bias. The weights are random (seeded): the arithmetic
+is compared, and the figure shows the geometry.
 
-Without a GPU, Triton runs in interpreter mode on a few structures in a process of its own: right,
-and slow by design.
+Without a GPU, Triton runs in interpreter mode on a few structures in a separate process: correct, and slow by
+design.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.timer import interleave
 
 HEADS, DIM = 8, 16  # 128 features, as PET and Crystalformer
 CELL = 7.0  # Angstrom: crystals are repeated until their faces are this far apart
-PIECE = ("H2O", "CH4", "Si2H6", "Cu", "C6H6")  # what the interpreter gets
+PIECE = ("H2O", "CH4", "Si2H6", "Cu", "C6H6")  # structures for the interpreter
 TENSORS = ("out", "dq", "dk", "dv", "dbias")
 
 
@@ -116,8 +116,7 @@ def structures(names: Sequence[str] = ()) -> Batch:
 
 
 class Layer(nn.Module):
-    """Per-atom features -> q, k, v; pair distances -> bias; attention out -> energy of each
-    atom."""
+    """Per-atom features -> q, k, v; pair distances -> bias; attention out -> energy of each atom."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,8 +145,7 @@ class Layer(nn.Module):
 
 
 def call_of(batch: Batch, layer: Layer) -> Inputs:
-    """The attention call of a batch: its tensors as leaves, and a gradient of the output to start
-    the backward from."""
+    """The attention call of a batch: its tensors as leaves, and an output gradient to start the backward from."""
     q, k, v, bias = (x.detach() for x in layer(batch))
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
     longest = {"max_seqlen_q": max(batch.lens), "max_seqlen_k": max(batch.lens)}
@@ -157,14 +155,14 @@ def call_of(batch: Batch, layer: Layer) -> Inputs:
 def padded_sdpa(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lens: Tensor, pairs: Tensor
 ) -> Tensor:
-    """What one writes today: pad every structure to the longest, mask, call SDPA, unpad."""
+    """The usual padded form: pad every structure to the longest, mask, call SDPA, unpad."""
     real = torch.arange(pairs.shape[-1], device=q.device) < lens[:, None]  # [N, S]
 
     def pad(x: Tensor) -> Tensor:  # [T, H, D] -> [N, H, S, D]
         full = x.new_zeros(*real.shape, *x.shape[1:])
         return full.masked_scatter(real[:, :, None, None], x).transpose(1, 2)
 
-    # Rows of padding see everything, lest they see nothing and become NaN.
+    # Rows of padding see everything: a row that sees nothing would become NaN.
     padding = ~real[:, None, :, None]
     if bias is None:
         mask = pairs[:, None] | padding
@@ -196,8 +194,7 @@ def ways(call: Inputs) -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | N
 
 
 def run(call: Inputs, seconds: float) -> tuple[dict[str, dict], dict[str, str]]:
-    """Errors against fp64 and times of every way that can serve the call; and the reasons of those
-    that cannot.
+    """Errors against fp64 and times of every way that can serve the call, and the reasons of the others.
 
     Returns {way: {"errors": {tensor: (error, allowed)}, "ms": {"forward": ..., "backward": ...}}}.
     """
@@ -239,7 +236,7 @@ def run(call: Inputs, seconds: float) -> tuple[dict[str, dict], dict[str, str]]:
 
 
 def interpreted() -> dict:
-    """The Triton kernels on a few structures, in Triton's interpreter, by a process of its own.
+    """The Triton kernels on a few structures, in Triton's interpreter, in a separate process.
 
     The switch is read when Triton is imported, so it cannot be set in this process any more.
     """
@@ -253,7 +250,7 @@ def interpreted() -> dict:
 
 
 def piece() -> None:
-    """What the process of `interpreted` does: the small call by Triton, judged; JSON on stdout."""
+    """The body of the process of `interpreted`: the small call by Triton, judged; JSON on stdout."""
     torch.manual_seed(0)
     call = call_of(structures(PIECE).to(torch.device("cpu"), torch.float32), Layer())
     judge, start = Judge(call), time.perf_counter()

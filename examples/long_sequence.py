@@ -3,7 +3,7 @@
 python examples/long_sequence.py                         # a process for each GPU; without one, two on the CPU
 torchrun --nproc-per-node 8 examples/long_sequence.py    # the same, started by torchrun
 
-On one GPU that is some 8 PFLOP, about a quarter of a minute of an H100, twice.
+On one GPU that is some 8 PFLOP, about a quarter of a minute on an H100, twice.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def layer(mesh: Any, device: torch.device, tokens: int, heads: int, dim: int) ->
         dist.all_reduce(projection.weight.grad, group=mesh.get_group())
         return loss
 
-    # Two products of the pairs that are seen in the forward, five in the backward; the projections are a thousandth of that.
+    # Two products of the visible pairs in the forward, five in the backward; the projections are a thousandth of
+    # that.
     operations = 7 * heads * dim * tokens * (tokens + 1)
     for call in ("first", "second"):  # kernels are compiled and connections made in the first
         start = time.perf_counter()
-        loss = step().item()  # which waits for the device
+        loss = step().item()  # waits for the device
         norm = projection.weight.grad.float().norm().item()
         seconds = time.perf_counter() - start
         if dist.get_rank() != 0:
@@ -66,7 +67,7 @@ def layer(mesh: Any, device: torch.device, tokens: int, heads: int, dim: int) ->
 
 
 def main(rank: int, options: argparse.Namespace) -> None:
-    if rank >= 0:  # else torchrun has said who this is
+    if rank >= 0:  # otherwise torchrun has set the rank
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")

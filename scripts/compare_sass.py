@@ -1,13 +1,14 @@
-"""Is the machine code of the kernels the same in two builds? Compares kernel by kernel what `cuobjdump -sass` prints.
+"""A comparison of the kernels' machine code in two builds, kernel by kernel, from the output of `cuobjdump -sass`.
 
     python scripts/compare_sass.py BEFORE AFTER       object files, folders of them, or libraries; exit code 1 if some differ
 
 Names do not count (a namespace or a class may have moved, and a kernel's name with it): kernels are the same if their
 instructions are, with encodings, and so with registers, stalls and branch targets. Objects are compared unit by unit, by the
-names of their files, whichever way round: forward_sm80_bf16 is sm80_fwd_bf16.
+names of their files, in either order of their parts: forward_sm80_bf16 is sm80_fwd_bf16.
 
-A unit whose kernels all are the same keeps what a GPU has shown of it: `python scripts/resources.py --write` records the
-hash of each unit's code, and renews the digest in reports/gpu-check.json where that hash has not changed.
+If all kernels of a unit are the same, earlier GPU results of the unit stay valid: `python scripts/resources.py
+--write` records the hash of each unit's code, and renews the digest in reports/gpu-check.json if that hash has not
+changed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def kernels(file: Path) -> list[tuple[str, str, str]]:
 
 
 def unit_hash(found: list[tuple[str, str, str]]) -> str:
-    """Of all kernels of a unit, whatever their names and order."""
+    """The hash of all kernels of a unit, for any names and order."""
     text = "\n".join(sorted(f"{arch} {code}" for arch, _, code in found))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,14 +1,15 @@
-"""Do two trees compile the same Triton kernels? PTX, SASS, registers, spills, shared memory. Needs no GPU.
+"""A comparison of two trees' Triton kernels: PTX, SASS, registers, spills, shared memory. Needs no GPU.
 
     python scripts/compare_triton.py record base.json --tree ../base   compile a list of calls with the kernels of a tree
     python scripts/compare_triton.py record new.json                   ... of this one
     python scripts/compare_triton.py compare base.json new.json        what differs; exits with 1 where something got worse
 
-`record` runs the launches of forward, backward, jvp and double backward for every call of `calls()` up to Triton's own launch,
-which is replaced by a compilation for sm_80 and sm_90 (`--arch`). A kernel is known by call, operation and its place in it, so
-that kernels and files may be renamed between the trees. PTX is compared without comments, names and line information; where it
-differs, SASS is, without addresses and the places of parameters in constant memory; where that differs, too, the operations of
-the innermost loops as Triton lowered them (TTGIR), in no order: whether they are the same and only scheduled otherwise.
+`record` runs the launches of forward, backward, jvp and double backward for every call of `calls()` up to Triton's
+own launch, which is replaced by a compilation for sm_80 and sm_90 (`--arch`). A kernel is identified by call,
+operation and its index there, so that kernels and files may be renamed between the trees. PTX is compared without
+comments, names and line information. If it differs, SASS is compared, without addresses and the places of
+parameters in constant memory. If that differs, too, the operations of the innermost loops as Triton lowered them
+(TTGIR) are compared, in no order: they may be the same with another schedule.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
 
 
 def recorder(architecture: int) -> tuple[dict, list]:
-    """The raw Triton ops by name, as for a device of this architecture, and the list of what they launch: (kernel, arguments,
-    options). For a process that does nothing else: Triton's own launch is replaced."""
+    """The raw Triton ops by name, as for a device of this architecture, and the list of their launches: (kernel,
+    arguments, options). For a process that does nothing else: Triton's own launch is replaced."""
     import torch
     from triton.runtime import jit
 
@@ -200,7 +201,7 @@ def described(kernel, args, options, target):
 
 
 def normal_ptx(ptx: str, name: str) -> str:
-    """PTX without comments, debug sections and what comes from the kernel's name."""
+    """PTX without comments, debug sections and text that depends on the kernel's name."""
     ptx = re.sub(r"//[^\n]*", "", ptx)
     ptx = re.sub(r"\.section\s+\.debug.*?\n\t?\}", "", ptx, flags=re.S).replace(name, "kernel")
     lines = (" ".join(line.split()) for line in ptx.splitlines())
@@ -208,13 +209,14 @@ def normal_ptx(ptx: str, name: str) -> str:
 
 
 def normal_sass(sass: str) -> str:
-    """Instructions without addresses and without where a parameter lies in constant memory."""
+    """Instructions without addresses and without the places of parameters in constant memory."""
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]+);", sass)
     return "\n".join(re.sub(r"c\[0x0\]\s*\[0x[0-9a-f]+\]", "c[0x0][]", " ".join(line.split())) for line in lines)  # fmt: skip
 
 
 def loop_operations(ttgir: str) -> str:
-    """The operations of every innermost loop, with their layouts, in no order: what is computed, not when."""
+    """The operations of every innermost loop, with their layouts, in no order: the computation, without its
+    schedule."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, flags=re.M))
     lines, found = ttgir.splitlines(), []
     for first, line in enumerate(lines):
@@ -312,7 +314,7 @@ def record(path: Path, tree: Path, architectures: list[int], jobs: int, only: st
 
 
 def compare(before: dict, after: dict) -> int:
-    """Prints what differs; 1 if a kernel needs more registers, stack or shared memory, or is missing."""
+    """Print the differences; returns 1 if a kernel needs more registers, stack or shared memory, or is missing."""
     counts: dict = collections.defaultdict(collections.Counter)
     rows, worse = [], 0
     for key in before:

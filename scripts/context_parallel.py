@@ -5,12 +5,13 @@
     python scripts/context_parallel.py --device cpu --tiny           # that it runs
     python scripts/context_parallel.py --minutes 4 --seq 32768 131072
 
-Causal bf16 calls, forward and backward, all candidates in turn, round by round; medians over rounds of the slowest rank, of short
-calls several in a row. Strong: the
-sequence stays as ranks are added. Weak: so do the pairs of a rank, its sequence grows with the square root of their number. Efficiency is
-the time of one GPU, the slowest of all at the same time, over that of W, times 1 / W if strong. "predicted" is flashsci.distributed.cost, whose choice is marked *. GiB: of
-the slowest rank's q, k, v and dout, and the most beside what was there before the call. Rows are printed as they come, short
-sequences first, and all of them at the end. What would go beyond the minutes, by the prediction, is left out.
+Causal bf16 calls, forward and backward, all candidates in turn, round by round; medians over rounds of the slowest
+rank; short calls are timed several in a row. Strong: the sequence stays as ranks are added. Weak: the pairs of a
+rank stay, and its sequence grows with the square root of their number. Efficiency is the time of one GPU, the
+slowest of all at the same time, over that of W, times 1 / W if strong. "predicted" is flashsci.distributed.cost,
+whose choice is marked *. GiB: the memory of the slowest rank's q, k, v and dout, and the peak beyond the memory
+before the call. Rows are printed one by one, short sequences first, and all of them at the end. Cells that would
+exceed the minutes, by the prediction, are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HEAD = """\
 |---|---|---|---|---|---|---|---|---|---|"""
 WARMUP, LEAST = 2, 3  # rounds
 CELL = 20.0  # seconds that the rounds of one cell may take, if that leaves the least number
-# Short calls are timed several in a row, as the layers of a model follow each other: so many at most, until they take so long.
+# Short calls are timed several in a row, like the layers of a model: at most this many, until they take this time.
 MOST_CALLS, AT_LEAST = 8, 0.1
 LONG = 1.0  # seconds of a call from which on one round is enough to warm up, and two to measure
 Step = Callable[[], Tensor]
@@ -65,11 +66,11 @@ def ours(mesh: DeviceMesh, tensors: list[Tensor], strategy: str, backward: bool,
 
 
 def torchs(mesh: DeviceMesh, tensors: list[Tensor], backward: bool) -> Step:
-    """torch's context parallelism, which cuts the sequence as ours does; it takes equal heads."""
+    """torch's context parallelism, which cuts the sequence in the same way; it takes equal heads."""
     q, k, v, dout = tensors
     group = q.shape[1] // k.shape[1]
     k, v = (x.detach().repeat_interleave(group, 1).requires_grad_() for x in (k, v))
-    # It wants something to cut; q, k and v are cut already.
+    # It needs something to cut; q, k and v are cut already.
     idle = torch.zeros(2 * mesh.size(), device=q.device)
 
     def step() -> Tensor:
@@ -105,11 +106,12 @@ def candidates(
 def measured(
     mesh: DeviceMesh, steps: dict[str, Step], options: argparse.Namespace
 ) -> dict[str, tuple[float, float]]:
-    """(median seconds of the slowest rank, GiB) of each; NaN for what cannot run, with its reason printed."""
+    """(median seconds of the slowest rank, GiB) of each; NaN for candidates that cannot run, with the reason
+    printed."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     memory = dict.fromkeys(steps, 0.0)
     warmup, rounds, spent = WARMUP, options.rounds, 0.0
-    calls: dict[str, int] = {}  # in a row, by what all ranks have seen of the round before
+    calls: dict[str, int] = {}  # in a row, by the time of all ranks in the round before
     for turn in range(WARMUP + options.rounds):
         if turn == 1 and spent > LONG * len(steps):  # all ranks have seen the same times
             warmup, rounds = 1, min(rounds, 2)
@@ -153,7 +155,7 @@ def _timed(
             step()
         if gpu:
             torch.cuda.synchronize()
-    except Exception as error:  # of torch's experimental functions, or no memory: the others go on
+    except Exception as error:  # in torch's experiments, or no memory: others go on
         failed = 1.0
         print(
             f"{name} on rank {dist.get_rank()}: {type(error).__name__}: {str(error)[:200]}",
@@ -179,7 +181,7 @@ def predicted(
 
 
 def chosen(seq: int, world: int, options: argparse.Namespace, dim: int, backward: bool) -> str:
-    """The strategy of "auto"."""
+    """The choice of "auto"."""
     call = cost.planned(seq, world, causal=True, layout=LAYOUT)
     sizes = cost.Sizes(1, options.heads, options.heads_k, dim, dim, 2)
     allowed = [s for s in cost.STRATEGIES if s != "ulysses" or options.heads_k >= world]
@@ -187,7 +189,7 @@ def chosen(seq: int, world: int, options: argparse.Namespace, dim: int, backward
 
 
 def table(meshes: dict[int, DeviceMesh], options: argparse.Namespace, until: float) -> list[str]:
-    """Rows of this rank's meshes; the first rank prints them as they come."""
+    """Rows of this rank's meshes; the first rank prints them one by one."""
     rows = []
     for base in sorted(options.seq):
         for dim in options.dims:
@@ -256,14 +258,14 @@ def _lines(
 
 
 def main(rank: int, options: argparse.Namespace) -> None:
-    if rank >= 0:  # else torchrun has said who this is
+    if rank >= 0:  # otherwise torchrun has set the rank
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
     until = time.perf_counter() + 60 * options.minutes
-    # Where one rank has failed in the middle of a call, the others do not wait for it much longer than a cell takes.
+    # If one rank has failed in the middle of a call, the others wait for it little longer than a cell takes.
     patience = datetime.timedelta(seconds=CELL + 180)
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=patience)
     world = dist.get_world_size()

@@ -1,9 +1,9 @@
-"""The picture of docs/guide/distributed.md: which rank holds which rows, and computes which block of scores at which step of a ring.
+"""The picture of docs/guide/distributed.md: the rows of each rank, and its block of scores at each step of a ring.
 
     python scripts/draw_ranks.py           the SVG
     python scripts/draw_ranks.py --write   into docs/figures/distributed-ranks.svg; a test compares
 
-Drawn from what flashsci.distributed computes: a causal call of eight chunks over four ranks, in both layouts.
+Drawn from the plans of flashsci.distributed: a causal call of eight chunks over four ranks, in both layouts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""One process as each rank of a mesh in turn, and what several would take.
+"""An emulation of a mesh in one process, which is each rank in turn, and the time of the real mesh.
 
-`World.run` makes this process rank r of W: torch.distributed is initialised as such, over a process group whose messages are kept.
-What a rank receives is what the others sent in an earlier pass over all ranks; nothing of what is run knows of it. Messages of
-flashsci.distributed depend on one another (lengths, if they differ; keys; gradients under the whole out): after PASSES passes every
-result is right. What a rank computes between two messages is timed; `simulate` puts the times of all ranks and the sizes of their messages
-together to the time that they would take in parallel.
+`World.run` makes this process rank r of W: torch.distributed is initialised as such, over a process group whose
+messages are kept. A rank receives the messages that the others sent in an earlier pass over all ranks; the emulated
+code does not know of it. Messages of flashsci.distributed depend on one another (lengths, if they differ; keys;
+gradients under the whole out): after PASSES passes every result is right. The computation of a rank between two
+messages is timed; `simulate` combines the times of all ranks and the sizes of their messages into the time that
+they would take in parallel.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashsci.distributed.agreement import WIDTH
 
-PASSES = 6  # until every message, and what depends on it, is right; 3 where all ranks have equally many rows and share nothing
+PASSES = 6  # until every message, and its dependents, is right; 3 if all ranks have equal row counts and share nothing
 MESSAGES = ("send", "receive")
-Key = tuple[int, int, int]  # from, to, how many went that way before
+Key = tuple[int, int, int]  # from, to, number of earlier messages that way
 
 
 class Step(NamedTuple):
-    """A stretch of computing and what ends it."""
+    """A stretch of computation and the event that ends it."""
 
     seconds: float
     what: str  # "send", "receive", "wait", "collective", "phase"
-    key: Any = None  # of the message, or of what is waited for; of a collective its number; of a phase its name
-    size: int = 0  # bytes that this rank sends or, of "receive", gets
+    key: Any = None  # of the message, or of the awaited one; of a collective its number; of a phase its name
+    size: int = 0  # bytes that this rank sends or, for "receive", gets
 
     def of_rank(self, shift: int, world: int) -> Step:
-        """The same of the rank ``shift`` places on, where all ranks do alike."""
+        """The same for the rank ``shift`` places on, if all ranks do the same."""
         if not isinstance(self.key, tuple):
             return self
         source, to, n = self.key
@@ -49,21 +50,21 @@ class World:
     """The ranks of a mesh on one device.
 
     Args:
-        size: how many.
+        size: the number of ranks.
         device: "cuda" or "cpu".
-        real: what is sent is kept, and arrives in the next pass. Else ranks get random numbers: of sequences whose messages
-            would fill the memory, to time.
+        real: messages are kept, and arrive in the next pass. Otherwise ranks get random numbers: for timing sequences
+            whose messages would fill the memory.
     """
 
     def __init__(self, size: int, device: str, real: bool = True):
         self.size, self.device, self.real = size, device, real
         self.frozen = (
-            False  # messages stay as they are: nothing but the ranks' own work takes time or memory
+            False  # messages stay as they are: only the ranks' own work takes time or memory
         )
         self.messages: dict[Any, Tensor] = {}
 
     def run(self, rank: int, function: Callable[[DeviceMesh], Any]) -> tuple[Any, list[Step]]:
-        """What ``function`` gives on a rank, and what it did."""
+        """The result of ``function`` on a rank, and the rank's steps."""
         global _present
         self.rank, self.sent, self._marks = rank, Counter[Any](), []
         self.works: list[Done] = []
@@ -81,11 +82,11 @@ class World:
         return result, self._trace()
 
     def phase(self, name: str) -> None:
-        """A mark in what the present rank does."""
+        """Add a mark to the steps of the present rank."""
         self._mark("phase", name, 0)
         self._since = self._now()
 
-    # What process groups call.
+    # The interface of process groups.
 
     def send(self, x: Tensor, to: int) -> Done:
         key = self._key(self.rank, to)
@@ -110,7 +111,7 @@ class World:
         number = self._collective(x, x.nbytes * (self.size - 1))
         self._keep(("whole", number, self.rank), x)
         for rank, part in enumerate(out.chunk(self.size)):
-            # Of numbers that ranks compare, and of sizes: its own.
+            # Numbers that ranks compare, and sizes: its own.
             kept = x if rank == self.rank else self.messages.get(("whole", number, rank), x)
             part.copy_(kept.view(part.shape))
         self._since = self._now()
@@ -129,14 +130,14 @@ class World:
         self._since = self._now()
         return Done(self, number)
 
-    # What is behind them.
+    # Its implementation.
 
     def _key(self, source: int, to: int) -> Key:
         self.sent[source, to] += 1
         return source, to, self.sent[source, to]
 
     def _collective(self, x: Tensor, size: int) -> int:
-        """Its number."""
+        """The number of a group."""
         self.sent["collectives"] += 1
         if not _agrees(x):
             self._mark("collective", self.sent["collectives"], size)
@@ -180,12 +181,12 @@ class World:
 
 
 def _agrees(x: Tensor) -> bool:
-    """Whether a message is one by which ranks agree, which is no part of the work."""
+    """Whether a message only makes ranks agree and is no part of the work."""
     return x.dtype == torch.float64 and x.numel() in (1, WIDTH)
 
 
 class Done(dist.Work):
-    """The work of a message that is there."""
+    """The work of a message that has arrived."""
 
     def __init__(self, world: World, key: Any):
         super().__init__()
@@ -250,7 +251,8 @@ dist.Backend.register_backend("emulated", _create, devices=["cpu", "cuda"])
 
 
 def settled(world: World, function: Callable[[DeviceMesh], Any], passes: int = PASSES) -> list[Any]:
-    """What ``function`` gives on each rank of a world, whose messages are right from then on. An error counts in the last pass."""
+    """The results of ``function`` on each rank of a world, whose messages are right afterwards. An error counts in
+    the last pass."""
     results: list[Any] = []
     for turn in range(passes):
         results = []
@@ -267,13 +269,13 @@ def settled(world: World, function: Callable[[DeviceMesh], Any], passes: int = P
 def simulate(traces: Sequence[Sequence[Step]], link: float, latency: float) -> float:
     """Seconds until the last rank is done. A rank computes while its messages are under way, and waits where it waits.
 
-    As NCCL does it: the messages that a rank begins together are under way together, sent and received at full speed each way, and
-    begin when what it computed before is done, and so are its messages before them.
+    As with NCCL, the messages that a rank begins together are in flight together, sent and received at full speed
+    each way. They begin when the rank's computation before them and its earlier messages are complete.
 
     Args:
-        traces: what each rank did.
+        traces: the steps of each rank.
         link: bytes per second that a rank sends while it receives as many.
-        latency: seconds of a message beside its bytes.
+        latency: seconds of a message in addition to its bytes.
     """
     ranks = [_Rank(trace) for trace in traces]
     place: dict[Any, int] = {}  # of a message at a rank: the number of its batch

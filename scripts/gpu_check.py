@@ -1,4 +1,6 @@
-"""What a GPU says of this tree: is it right (check, tests, races, sanitizers), and how fast (bench). A table comes last.
+"""All checks of this tree on a GPU: correctness (check, tests, races, sanitizers) and speed (bench).
+
+A table comes last.
 
     make gpu-check                              every step, after installing
     python scripts/gpu_check.py                 the same in the present environment
@@ -14,16 +16,16 @@ Steps, each with a time limit and a log in the output folder:
     preflight    is there a GPU, does its driver answer, is it free (nothing else runs if not)
     check        `python -m flashsci check`: generated problems and traps against fp64, and the report
     cases        `scripts/more_cases.py`: more generated problems for that report, until it holds 10,000
-    tests        tests/gpu, tests/compile and tests/properties, without the races and what needs no GPU
+    tests        tests/gpu, tests/compile and tests/properties, without the races and the tests that need no GPU
     machinery    tests/machinery: every public call under every machinery of torch, as many cells as there is time for
     cpu          tests/cpu, with the GPU hidden
-    races        every kernel instance many times over, beside a second stream
+    races        every kernel instance many times over, next to a second stream
     sanitizers   compute-sanitizer over the runners without Python (`make build-manual` builds them)
     bench        `python -m flashsci bench`: the headline cases, quickly
 
-The report of `check` is written to the output folder; what belongs to the repository (reports/gpu-check.json, figures) is
-updated by `make check` and `make sweep`. A step that runs out of time is interrupted, so that its log says what it found until
-then. Exit status: 1 if a step failed or ran out of time. Standard library only.
+The report of `check` is written to the output folder; files of the repository (reports/gpu-check.json, figures) are
+updated by `make check` and `make sweep`. A step that runs out of time is interrupted, so that its log has its
+findings until then. Exit status: 1 if a step failed or ran out of time. Standard library only.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ WITHOUT_GPU = (
     "tests/compile/test_triton_aot.py",
 )  # show the same anywhere
 RUNNERS = ("forward_runner", "backward_runner")
-GRACE = 15  # seconds in which a step that is interrupted may say what it found
-# In a step's command: what the step's limit leaves for its work, start and report apart.
+GRACE = 15  # seconds in which an interrupted step may report its findings
+# In a step's command: the part of the step's limit that is left for its work, without start and report.
 SECONDS, MINUTES = "{seconds}", "{minutes}"
 PYTEST = ("-m", "pytest", "-q", "-rf", "--maxfail=20", "--tb=short", "--durations=10", "-p", "no:cacheprovider")  # fmt: skip
 
@@ -138,7 +140,7 @@ def run(step: Step, out: Path) -> tuple[str, float, dict[str, str]]:
     if step.skipped:
         return "skipped", 0.0, {"": step.skipped}
     start = time.monotonic()
-    # The tree also for what steps start, where the package is not installed.
+    # The tree also for child processes of steps, if the package is not installed.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     running: dict[str, subprocess.Popen[bytes]] = {}
     results: dict[str, str] = {}
@@ -158,7 +160,7 @@ def run(step: Step, out: Path) -> tuple[str, float, dict[str, str]]:
                 code = process.wait(timeout=max(left, 0.1))
                 results[name] = "passed" if code == 0 else f"failed: exit {code}"
         stop([p for name, p in running.items() if name not in results])
-    finally:  # whoever ends this program ends what it started
+    finally:  # the end of this program ends its child processes
         stop([p for p in running.values() if p.poll() is None], grace=0)
     for name in running.keys() - results.keys():
         results[name] = f"out of time: {step.seconds} s"
@@ -169,7 +171,7 @@ def run(step: Step, out: Path) -> tuple[str, float, dict[str, str]]:
 
 
 def stop(processes: list[subprocess.Popen[bytes]], grace: float = GRACE) -> None:
-    """Interrupt, so that pytest shows its failures; then kill, with all that they started."""
+    """Interrupt, so that pytest shows its failures; then kill the process and its children."""
     for process in processes:
         process.send_signal(signal.SIGINT)
     until = time.monotonic() + grace
@@ -182,12 +184,12 @@ def stop(processes: list[subprocess.Popen[bytes]], grace: float = GRACE) -> None
 
 
 def logs(step: Step, out: Path) -> str:
-    """Where to look, in one line."""
+    """The place of the details, in one line."""
     return str(out / f"{next(iter(step.commands))}.log") if len(step.commands) == 1 else str(out)
 
 
 def last_line(log: Path) -> str:
-    """The last line that says something."""
+    """The last line with content."""
     lines = log.read_text(errors="replace").splitlines()
     return next((line.strip(" =") for line in reversed(lines) if line.strip(" =")), "")
 
@@ -228,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--option", action="append", default=[], metavar="STEP=OPTIONS", help="added to the step's command")  # fmt: skip
     parser.add_argument("--seconds", type=int, help="for all steps together: no limit goes beyond, and the table comes before")  # fmt: skip
     options = parser.parse_args(arguments)
-    # A shell starts background jobs deaf to interrupts, and what they start inherits that.
+    # A shell starts background jobs with interrupts ignored, and their children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -240,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     added = settings(options.option, plan)
     if options.wheel:
         take_library(options.wheel)
-    # What earlier checks of the same kernels showed counts on.
+    # Results of earlier checks of the same kernels still count.
     report = ROOT / "reports" / "gpu-check.json"
     if report.is_file() and not (out / report.name).exists():
         shutil.copy(report, out / report.name)

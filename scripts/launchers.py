@@ -1,12 +1,14 @@
-"""The torch-free launchers of kernel units by ctypes: builds of a unit beside each other, before the bindings know them.
+"""The torch-free launchers of kernel units by ctypes: several builds of a unit in one process.
+
+They run before the bindings know them.
 
     nvcc -shared -Xcompiler -fPIC -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a csrc/sm90/*/bf16.cu -o new.so
     python -m scripts.time_builds base=base.so new=new.so@128 --case af3-pair
 
-A build is given as `name=path`, or `name=path@64+128` for those head dims only. Of a library with several generations the newest
-counts, but for a name that starts with another (sm80...). A name that starts with det asks for deterministic gradients,
-one that starts with static launches forwards without workspace. On Hopper sm75's kernels run from their PTX
-(`-gencode arch=compute_75,code=compute_75`) or compiled from it (`code=sm_90`).
+A build is given as `name=path`, or `name=path@64+128` for those head dims only. In a library with several
+generations the newest counts, except for a name that starts with another (sm80...). A name that starts with det
+asks for deterministic gradients, one that starts with static launches forwards without workspace. On Hopper sm75's
+kernels run from their PTX (`-gencode arch=compute_75,code=compute_75`) or compiled from it (`code=sm_90`).
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def _pointer(x: Tensor | None) -> int | None:
 
 
 def _strides(x: Tensor | None, last: bool = True) -> Strides:
-    """Of [B0, B1, H, S, D]; missing dims have stride 0. last=False: x has no D (an lse)."""
+    """Strides as [B0, B1, H, S, D]; missing dims have stride 0. last=False: x has no D (an lse)."""
     if x is None:
         return Strides()
     step = x.stride()[:-1] if last else x.stride()
@@ -150,7 +152,7 @@ class Build:
             raise SystemExit(f"{path} has no launcher of {', '.join(folders)}")
 
     def dtypes(self, kind: str) -> list[torch.dtype]:
-        """What it has a pass ("forward" or "backward") of."""
+        """Whether the build has the pass ("forward" or "backward")."""
         return [dtype for found, dtype in self.functions if found == kind]
 
     def _params(
@@ -170,7 +172,8 @@ class Build:
         lower_right: bool = False,
         tf32: bool = False,
     ) -> Any:
-        """What forward and backward have in common, filled in; others: whose alignment matters, too."""
+        """The fields that forward and backward have in common, filled in; others: tensors whose alignment also
+        matters."""
         batch0, batch1, heads_q, seq_q, head_dim = (1,) * (5 - q.dim()) + q.shape
         p = kind(
             q=_pointer(q), k=_pointer(k), v=_pointer(v),
@@ -201,7 +204,7 @@ class Build:
         workspace = torch.empty(max(bytes_, 1), dtype=torch.uint8, device=q.device)
         p.workspace = _pointer(workspace) if bytes_ or kind == "backward" else None
 
-        def run(keep: Any = (q, workspace, *keep)) -> None:  # the tensors live as long as it
+        def run(keep: Any = (q, workspace, *keep)) -> None:  # the tensors must live as long as it
             with torch.cuda.device(q.device):
                 error = launch(c.byref(p), c.c_void_p(torch.cuda.current_stream().cuda_stream))
             if error == NOT_SUPPORTED:
@@ -261,7 +264,7 @@ class Build:
         return None
 
     def rejects(self, problem: Any) -> str | None:
-        passes = ("forward", "backward")[problem.requires_grad :]  # who has no forward has Triton's
+        passes = ("forward", "backward")[problem.requires_grad :]  # without a forward: Triton's
         if all((kind, problem.dtype) not in self.functions for kind in passes):
             return f"{self.name} is not compiled for {problem.dtype}"
         unknown = problem.dropout_p or problem.key_weight or problem.alibi
@@ -320,7 +323,7 @@ class _Installed(registry.Backend):
 
 
 def install(given: str) -> Build:
-    """Make a build a backend of this process, in place of the package's where it has such a name."""
+    """Make a build a backend of this process, in place of the package's backend of that name, if there is one."""
     build = Build(given)
     registry.LOADED[build.name] = build
     registry.BACKENDS[build.name] = _Installed(build.name, "")

@@ -1,11 +1,12 @@
-"""Generated cases for a report, part by part, until it holds enough of these kernels or the time is up.
+"""Generated cases for a report, part by part, until it has enough for these kernels or the time is up.
 
     python scripts/more_cases.py --seconds 500                       added to reports/gpu-check.json
     python scripts/more_cases.py --out build/gpu-check/gpu-check.json --seconds 300
 
-Enough: 10,000 cases, of which cuda:sm90 had 3,000 and some backend 1,500 in fp32, by `total` of flashsci/check/report.py. A part is a
-`python -m flashsci check --cases-only` of one of the CUDA units in turn, with a name and so a seed of its own. It ends when its time
-is up, and enters the report with the cases that it has judged until then. Exit status: 0 with enough, 1 with failures or with less.
+Enough: 10,000 cases, of which cuda:sm90 had 3,000 and some backend 1,500 in fp32, by `total` of
+flashsci/check/report.py. A part is a `python -m flashsci check --cases-only` of one of the CUDA units in turn, with
+its own name and so its own seed. It ends when its time is up, and the report gets the cases that it has judged
+until then. Exit status: 0 with enough, 1 with failures or with less.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from flashsci.check.report import total  # noqa: E402
 
 CHECK = (sys.executable, "-m", "flashsci", "check", "--cases-only")
 ENOUGH = {"cases": 10_000, "cuda:sm90": 3_000, "fp32": 1_500}
-# Units, and what their cases count as.
+# Units, and the backend that their cases count for.
 UNITS = {
     "cuda/sm90": ("cases", "cuda:sm90"),
     "cuda": ("cases", "cuda:sm90", "fp32"),
@@ -45,7 +46,8 @@ def report_of(path: Path) -> dict[str, Any]:
 
 
 def counted(report: dict[str, Any], units: dict[str, str]) -> dict[str, int]:
-    """What a report holds of the kernels in this tree, by their digests, whichever kernels it was last written for."""
+    """The parts of a report that hold for the kernels in this tree, by their digests, although it was last written
+    for others."""
     parts = {name: part for name, part in report.get("parts", {}).items() if "units" in part}
     found = total({**report, "parts": parts, "units": units})
     backends = found["backends"].values()
@@ -58,7 +60,7 @@ def counted(report: dict[str, Any], units: dict[str, str]) -> dict[str, int]:
 
 
 def next_unit(have: dict[str, int], parts: Counter[str], barren: Container[str]) -> str | None:
-    """The unit with the fewest parts of those that help; None when there is enough."""
+    """The unit with the fewest parts among those that help; None if there is enough."""
     short = [what for what, wanted in ENOUGH.items() if have[what] < wanted]
     useful = [u for u, gives in UNITS.items() if u not in barren and set(short) & set(gives)]
     return min(useful, key=lambda unit: parts[unit], default=None)
@@ -72,7 +74,7 @@ def free_name(unit: str, taken: Container[str]) -> str:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does: a check that is interrupted ends its worker processes."""
+    """An interrupt as by Ctrl-C: an interrupted check ends its worker processes."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(timeout=10)
@@ -91,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=5000, help="of a part at most (default 5000)")
     parser.add_argument("--check", default="", metavar="OPTIONS", help="added to the check's, such as '--workers 8'")  # fmt: skip
     options = parser.parse_args(arguments)
-    # A shell starts background jobs deaf to interrupts, and a check would inherit that.
+    # A shell starts background jobs with interrupts ignored, and a check would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     until = time.monotonic() + options.seconds
     parts: Counter[str] = Counter()
@@ -123,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         before, have = have, counted(report_of(options.out), units)
         if code:
             failed.append(name)
-        if have == before:  # it broke off, or nothing here runs these kernels
+        if have == before:  # it was interrupted, or nothing here runs these kernels
             barren.add(unit)
         print(", ".join(f"{what} {number} of {ENOUGH[what]}" for what, number in have.items()), flush=True)  # fmt: skip
     enough = all(have[what] >= wanted for what, wanted in ENOUGH.items())

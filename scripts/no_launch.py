@@ -1,8 +1,8 @@
-"""The cuda and triton backends on CPU tensors, up to where a kernel would be launched: to time and test the way there.
+"""The cuda and triton backends on CPU tensors, up to the launch of a kernel: to time and test the Python before it.
 
-Everything that Python does for a call on a GPU is done, and one C function is called with as many arguments, which does nothing:
-results are memory as it was. Not there are the launch itself (3 to 5 us), torch's allocator of CUDA memory, and autograd's
-thread of a GPU.
+Everything that Python does for a call on a GPU is done, and one C function with the same number of arguments is
+called, which does nothing: results are uninitialised memory. Missing are the launch itself (3 to 5 us), torch's
+allocator of CUDA memory, and autograd's thread for a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Library:
 
     def __init__(self) -> None:
         for name in prepared.PARAMETERS:
-            # Any function that looks at none of its arguments and does not return 0; each with argument types of its own.
+            # Any function that ignores its arguments and does not return 0; each with its own argument types.
             setattr(self, name, ctypes.CDLL(None)["getpid"])
 
 
@@ -41,7 +41,7 @@ def _prepare(*_: Any) -> torch.Tensor:
 
 
 class Launch(host_launch.Launch):
-    """Of a kernel that nobody compiles."""
+    """A handle of a kernel that is never compiled."""
 
     def _compile(self, kind: int, tensors: tuple[Any, ...]) -> None:
         function = ctypes.CDLL(None)["getpid"]
@@ -53,7 +53,8 @@ def _chosen(problem: Problem, name: str, strict: bool = False) -> str:
 
 
 def keep_memory() -> None:
-    """Let the C library keep what torch frees, as its allocator of CUDA memory does: else the system is asked again, now and then."""
+    """Let the C library keep memory that torch frees, like torch's allocator of CUDA memory: otherwise the system
+    is asked again, now and then."""
     function = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc
     if function is not None:
         for parameter in (-1, -2, -3):  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
@@ -80,7 +81,7 @@ def no_launches() -> Iterator[None]:
         for name in ("cuda_prepared_forward", "cuda_prepared_backward"):
             replace(torch.ops.flashsci, name, _prepare)
         replace(triton.host, "Launch", Launch)
-        # As of tensors on a GPU, contents of offsets are not looked at.
+        # As for tensors on a GPU, contents of offsets are not looked at.
         replace(varlen, "contents_are_seen", lambda q, validate: validate)
         before = dict(plans.plans)
         _forget()

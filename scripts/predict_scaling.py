@@ -1,24 +1,28 @@
-"""Scaling over 2, 4 and 8 GPUs, predicted by one: it does the work of every rank in turn, and a model moves the messages.
+"""A prediction of scaling over 2, 4 and 8 GPUs from one, which does the work of every rank in turn.
+
+A model moves the messages.
 
     python scripts/predict_scaling.py                                 # some three minutes of a GPU
     python scripts/predict_scaling.py --minutes 2 --json machine.json
     python scripts/predict_scaling.py --device cpu --tiny             # that it runs
 
-flashsci.distributed runs as it is, over a process group in which a rank receives what the others sent in an earlier pass
-(scripts/emulated_ranks.py). What a rank computes between two messages is timed with events of the device, medians over rounds. From
-that and the bytes follows the time of all ranks in parallel: a rank computes while its messages are under way, and waits where it
-waits. Not in it: that transfers take memory bandwidth and processors from kernels, and that ranks are not equally fast.
+flashsci.distributed runs unchanged, over a process group in which a rank receives the messages of an earlier pass
+(scripts/emulated_ranks.py). The computation of a rank between two messages is timed with events of the device,
+medians over rounds. From that and the bytes follows the time of all ranks in parallel: a rank computes while its
+messages are in flight, and waits where the code waits. Two effects are left out: transfers take memory bandwidth
+and processors from kernels, and ranks are not equally fast.
 
     slowest     ms that the slowest rank computes
-    work        time of one GPU over what all ranks compute together: what is lost without any message
+    work        time of one GPU over the computation of all ranks together: the loss without any message
     sent        MB of the busiest rank, message by message
-    x GB/s      predicted ms, and efficiency, for links that carry so much each way
+    x GB/s      predicted ms, and efficiency, for links with this speed each way
     model       ms by flashsci.distributed.cost with the speeds fitted here, for the first link
-    GiB         most memory of rank 0 with its inputs; of one GPU; and what the model says of rank 0
+    GiB         peak memory of rank 0 with its inputs; of one GPU; and the model's value for rank 0
 
-The model's own choice is marked *. Cells run cheapest first; what would go beyond the minutes is left out. Short sequences run with the
-messages of the others, and results are compared with those of one call; long ones on random messages, and of the longest the first
-and the last rank alone (marked with how many ran). Before anything is timed, small calls are judged by the fp64 oracle.
+The model's own choice is marked *. Cells run cheapest first; cells that would exceed the minutes are left out.
+Short sequences run with the messages of the others, and results are compared with those of one call; long ones run
+on random messages, and of the longest only the first and the last rank (marked with the number of ranks). Before
+anything is timed, small calls are judged by the fp64 oracle.
 """
 
 from __future__ import annotations
@@ -49,11 +53,11 @@ from flashsci.testing import Inputs, Judge
 from scripts.context_parallel import torchs
 from scripts.emulated_ranks import Step, World, settled, simulate
 
-# The longest sequences of which ranks get each other's messages, of which all ranks run, and all strategies; beyond, the ring.
+# The longest sequences with real messages, with all ranks, and with all strategies; beyond, the ring alone.
 COMPARED, ALL_RANKS, ALL_STRATEGIES = 1 << 15, 1 << 16, 1 << 17
-PASSES = 3  # until results are right: all ranks have equally many rows
-# In which two results may differ, of their largest number, by the bytes of a number: in 16 bits each may be off by two; in 32 it is
-# the order of sums that makes the difference.
+PASSES = 3  # until results are right: all ranks have equal row counts
+# The allowed difference of two results, relative to their largest number, by the bytes of a number: in 16 bits each
+# may be off by two; in 32 the order of sums makes the difference.
 ROUNDINGS = {2: 4, 4: 64}
 Trace = list[Step]
 
@@ -76,7 +80,7 @@ class Cell:
         return cost.planned(self.seq, self.world, causal=self.causal, layout=self.layout)
 
     def operations(self) -> float:
-        """Of the forward and the backward of the whole, per head."""
+        """FLOPs of the forward and the backward of the whole, per head."""
         return 7.0 * self.dim * self.seq**2 * (1 if self.causal else 2)
 
 
@@ -86,7 +90,7 @@ class Found(NamedTuple):
     forward: dict[int, Trace]
     step: dict[int, Trace]
     memory: tuple[float, float]
-    error: float | None = None  # largest, in roundings of the largest number, beside one call
+    error: float | None = None  # against one call, in roundings of the largest number
 
     def seconds(self, which: str) -> list[float]:
         return [sum(s.seconds for s in trace) for trace in getattr(self, which).values()]
@@ -94,7 +98,7 @@ class Found(NamedTuple):
 
 @dataclass
 class Results:
-    """What is known so far."""
+    """The results so far."""
 
     cells: dict[Cell, Found | str] = field(default_factory=dict)
     triangles: list[str] = field(default_factory=list)
@@ -110,7 +114,7 @@ def whole_inputs(cell: Cell, options: argparse.Namespace) -> list[Tensor]:
 
 
 def owned(x: Tensor, mesh: DeviceMesh | None, layout: str) -> Tensor:
-    """A rank's part, with memory of its own."""
+    """A rank's part, in separate memory."""
     part = x if mesh is None else fd.shard(x, mesh, layout=layout)
     return part.clone() if part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else part  # fmt: skip
 
@@ -150,14 +154,14 @@ def rank_of(
 def measure(
     cell: Cell, whole: list[Tensor], expected: list[Tensor], rounds: int
 ) -> tuple[Found, list[Tensor]]:
-    """Times of a cell's ranks, and the whole results where they are right."""
+    """Times of a cell's ranks, and the whole results if they are right."""
     real = cell.seq <= COMPARED and cell.strategy != "torch"
     world = World(cell.world, whole[0].device.type, real)
     peaks: list[float] = []
     step = partial(rank_of, cell, whole, world, peaks)
     results = settled(world, step, PASSES) if real else []
     if not real and cell.world == 1 and cell.seq <= ALL_STRATEGIES:
-        world.run(0, step)  # takes the memory that all others find then
+        world.run(0, step)  # takes the memory that all others find afterwards
     joined = [whole_of(cell, list(x)) for x in zip(*results, strict=True)]
     del results
     ranks = {0, cell.world - 1} if cell.causal else {0}
@@ -207,13 +211,13 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float | None:
 
 
 def every_rank(found: dict[int, Trace], world: int) -> list[Trace]:
-    """Traces of all ranks: who did not run did as the nearest that did."""
+    """Traces of all ranks: ranks that did not run have the trace of the nearest that did."""
     nearest = [min(found, key=lambda r: abs(r - rank)) for rank in range(world)]
     return [[s.of_rank(rank - r, world) for s in found[r]] for rank, r in enumerate(nearest)]
 
 
 def small_calls(options: argparse.Namespace) -> list[str]:
-    """What the oracle says against emulated calls of every strategy; nothing, if all is well."""
+    """The oracle's findings on emulated calls of every strategy; empty if all is well."""
     wrong = []
     cases = [
         (dict(causal=True), "head_tail"),
@@ -301,7 +305,8 @@ def run(options: argparse.Namespace, results: Results, until: float) -> None:
 def attempt(
     cell: Cell, whole: list[Tensor], expected: list[Tensor], rounds: int, wrong: list[str]
 ) -> tuple[Found | str, list[Tensor]]:
-    """:func:`measure`, or why it cannot. torch's is experimental, and may fail as it likes; ours may want memory alone."""
+    """:func:`measure`, or the reason why it cannot. torch's is experimental, and may fail in any way; ours may only
+    lack memory."""
     try:
         return measure(cell, whole, expected, rounds)
     except torch.OutOfMemoryError:
@@ -369,7 +374,7 @@ def _triangle(
 
 
 def fitted(results: Results, options: argparse.Namespace, dim: int | None = None) -> cost.Machine:
-    """The speeds by which the model comes nearest to what was measured: least squares of relative errors."""
+    """The speeds with which the model comes nearest to the measurements: least squares of relative errors."""
     plain, rows, seconds = cost.Machine(), [], []
     for cell, found in results.cells.items():
         if isinstance(found, str) or cell.strategy == "torch" or dim not in (None, cell.dim):
@@ -396,7 +401,7 @@ def fitted(results: Results, options: argparse.Namespace, dim: int | None = None
         solved[:2] = torch.linalg.lstsq(every[:, :2], target).solution[:, 0]
         solved[2] = 0.0
     forward, backward, call = (solved * scale).tolist()
-    if min(forward, backward) <= 0:  # of sizes in which nothing but calls takes time
+    if min(forward, backward) <= 0:  # for sizes at which only the calls take time
         return plain
     return cost.Machine(forward=1 / forward, backward=1 / backward, call=call)
 
@@ -445,7 +450,7 @@ def chosen(cell: Cell, which: str, options: argparse.Namespace, machine: cost.Ma
 
 
 def short_table(results: Results, options: argparse.Namespace) -> list[str]:
-    """For the documentation: what the fastest of ours and torch's come to, by the first link."""
+    """For the documentation: the fastest of ours and torch's, with the first link."""
     rows = []
     for one in results.cells:
         alone = results.cells[one]
@@ -543,7 +548,7 @@ def main(options: argparse.Namespace) -> int:
     print(f"small calls: {len(results.wrong)} wrong, {time.perf_counter() - begin:.0f} s", flush=True)  # fmt: skip
     try:
         triangles(options, results, until)
-    except Exception as error:  # what else was measured is said all the same
+    except Exception as error:  # other measurements are printed all the same
         traceback.print_exc()
         results.wrong.append(f"triangles: {type(error).__name__}: {str(error)[:80]}")
     print(head(options), flush=True)

@@ -1,11 +1,11 @@
-"""The order of `auto` from measured records: learn a table of rules for a GPU, and say what `auto` loses by it.
+"""The order of `auto` from measured records: a table of rules for a GPU, and the regret of `auto` with it.
 
     python -m scripts.preferences                           regret on the committed records, the worst ten
     python -m scripts.preferences --write                   learn flashsci/preferences/sm*.json, and docs/results/rules.md's tables
-    python -m scripts.preferences --check                   whether those are what the records give
-    python -m scripts.preferences mine.json --table T.json  a table of one's own records, for FLASHSCI_PREFERENCES=T.json
+    python -m scripts.preferences --check                   whether those are the result of the records
+    python -m scripts.preferences mine.json --table T.json  a table from other records, for FLASHSCI_PREFERENCES=T.json
 
-What regret is: benchmarks/regret.py. How rules are learnt: benchmarks/rules.py.
+The definition of regret: benchmarks/regret.py. The learning of rules: benchmarks/rules.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def text_of(table: Table, found: list[Regret]) -> str:
 
 
 def pages(table: Table, found: list[Regret]) -> dict[str, str]:
-    """What docs/results/rules.md shows of the rules, by the name of its place there."""
+    """The tables of the rules in docs/results/rules.md, by the name of their place there."""
     defaults = preferences.read(preferences.FOLDER / "defaults.json")
     rows = ["| pass | cases | geometric mean | worst |", "|---|---|---|---|"]
     rows += [
@@ -80,7 +80,7 @@ def placed(page: str, shown: dict[str, str]) -> str:
 
 
 def results() -> dict[Path, str]:
-    """The files that the committed records give, and what should be in them."""
+    """The files that the committed records give, and their right contents."""
     files = {}
     page = PAGE.read_text()
     for name, cases in by_gpu(sorted(RESULTS.glob("*/*.json"))).items():

@@ -1,6 +1,6 @@
-"""Before a long run: is there a GPU, does its driver answer, is it free? One line each; exit 1 with the reason.
+"""A check before a long run: is there a GPU, does its driver answer, is it free? Exits with 1 and the reason if not.
 
-Standard library only, any Python: nothing is installed yet when this runs (`make sweep`).
+Each answer is one line. Standard library only, any Python: nothing is installed yet when this runs (`make sweep`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_LOAD = 10  # %
 
 
 def ask(device: str) -> dict[str, str]:
-    """What nvidia-smi says of one GPU, by FIELDS; OSError with the reason if it says nothing."""
+    """The answers of nvidia-smi for one GPU, by FIELDS; OSError with the reason if it does not answer."""
     if not shutil.which("nvidia-smi"):
         raise OSError("no NVIDIA driver on this machine (nvidia-smi is not on the PATH)")
     query = ["nvidia-smi", "-i", device, f"--query-gpu={','.join(FIELDS.values())}"]
@@ -42,7 +42,7 @@ def ask(device: str) -> dict[str, str]:
 
 
 def objection(found: dict[str, str]) -> str | None:
-    """Why figures measured now would not be worth much, or None."""
+    """The reason why figures measured now would not be worth much, or None."""
     limits = {"in use, MiB": MOST_IN_USE, "load, %": MOST_LOAD}
     for what, most in limits.items():
         if found[what].isdigit() and int(found[what]) > most:

@@ -1,10 +1,10 @@
-"""Questions about processes, with plain torch as the control: one line for each case, each in a process of its own.
+"""Cases about processes, with plain torch as the control: one line for each case, each in a separate process.
 
     python scripts/process_cases.py packages   AOTInductor: compile a module with one attention, package it, load it, run it
     python scripts/process_cases.py fork       a forked child that computes on the CPU, after its parent used the GPU (if there is one)
     python scripts/process_cases.py fork-after the same, after its parent made the same call, with torch's threads
 
-What plain torch does not survive either is torch's.
+A case that plain torch does not survive either is torch's fault.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def error_of(found: Tensor, tensors: tuple[Tensor, ...]) -> float:
 
 
 def packages(name: str) -> str:
-    """Says where it is, so that a process that dies tells how far it came."""
+    """Print progress, so that a process that dies tells how far it came."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tensors = tuple(torch.randn(3, 2, 4, 64, 64, device=device, dtype=dtype).unbind(0))

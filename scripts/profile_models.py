@@ -1,4 +1,4 @@
-"""Where a model's step spends its time, as the client runs it and on flashsci: kernels, and what calls cost the host. Needs a GPU.
+"""A profile of a model's step on flashsci and as its client runs it: kernels, and host time of calls. Needs a GPU.
 
 python -m scripts.profile_models swin-inference bf16
 python -m scripts.profile_models boltz-pairformer bf16 --backend cuda --rows 20
@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda")
 
 @contextmanager
 def clocked(owner: Any, name: str, samples: list[float], **given: Any) -> Iterator[None]:
-    """Microseconds of the host in each call of a function, and options given to it beside its own."""
+    """Microseconds of the host in each call of a function, with optional extra arguments."""
     function = getattr(owner, name)
 
     def timed(*arguments: Any, **options: Any) -> Any:

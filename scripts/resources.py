@@ -6,8 +6,8 @@
     python scripts/resources.py --arch 90       one architecture only, every unit
 
 The table names the digest of the sources it was made from, so a test knows without compiling whether it is current.
-"runs on" says which devices ever launch a kernel, by their shared memory: sm_80 code serves 8.0 and 8.6 (8.9, 12.0) alike,
-but what a launcher picks there differs.
+"runs on" says which devices ever launch a kernel, by their shared memory: sm_80 code serves both 8.0 and 8.6 (8.9,
+12.0), but launchers choose different kernels there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "reports" / "resources.md"
 REPORT = ROOT / "reports" / "gpu-check.json"
 ARCHS = (75, 80, 90)
-CODE = {  # what nvcc makes of a folder of csrc, as cmake/Archs.cmake says
+CODE = {  # nvcc's targets for a folder of csrc, as in cmake/Archs.cmake
     "sm75": lambda archs: ("compute_75", "sm_75"),
     "sm80": lambda archs: ("compute_80", ",".join(f"sm_{a}" for a in archs if a >= 80)),
     "sm90": lambda archs: ("compute_90a", "sm_90a"),
@@ -71,15 +71,15 @@ TILING_FP8 = re.compile(
 )
 # sm80, fp32: head dim, warps, m16 blocks of a warp, n8 blocks of keys, CTAs per SM; bias or mask.
 TILE_FP32 = re.compile(r"ForwardTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
-# ... its backward: kernel; the same with columns for keys; what a CTA owns (0: queries), bias or mask.
+# ... its backward: kernel; the same with columns for keys; the rows of a CTA (0: queries), bias or mask.
 BACKWARD_FP32 = re.compile(
     r"(backward|bias_gradient)_fp32_kernelI\w*?12BackwardTile"
     r"ILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+(?:Li(\d)ELb([01])E)?"
 )
 # ... of short rows of keys: head dim, warps, queries of a chunk, CTAs per SM.
 SHORT_FP32 = re.compile(r"ShortTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E")
-# sm90 backward: kind; head dims of q and k and of v; up to 128 query rows, bias or mask (2: apart), tile after tile;
-# packed, softcap (the main kernel alone).
+# sm90 backward: kind; head dims of q and k and of v; up to 128 query rows, bias or mask (2: separate buffers), many
+# tiles; packed, softcap (the main kernel alone).
 BACKWARD_SM90 = re.compile(
     r"backward_(?P<kind>[a-z]*)_?kernelI.*BackwardTilingILi(?P<dim>\d+)ELi(?P<dim_v>\d+)E"
     r"(?:Li(?P<rows>\d+)ELNS\w?_13BiasMaskTilesE(?P<bias_mask>[012])ELb(?P<many>[01])E)?"
@@ -94,16 +94,16 @@ TRIANGLE_COPY_SM90 = re.compile(
     r"triangle_forward_copy_bias_kernelILi([24])E"
 )  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
-# Short sequences: kernel; blocks of 8 rows, units of 16 columns, whether heads have just as many; whether rows go through shared
-# memory; of gradients, heads for which there is room (0: as many as a block has).
+# Short sequences: kernel; blocks of 8 rows, units of 16 columns, whether heads have exactly that number; whether
+# rows go through shared memory; for gradients, heads for which there is room (0: the number of a block).
 SMALL = re.compile(
     r"5small\d+small_(forward|backward)_kernelI.*?ShapeILi(\d)ELi(\d)ELb([01])E+Lb([01])E(?:Li(\d)E)?"
 )
-# A bias whose heads lie side by side: kernel; head dim, tensors of which a CTA keeps its rows; in 16 bits pieces of sums.
+# A bias whose heads are neighbours: kernel; head dim, tensors whose rows a CTA keeps; in 16 bits pieces of sums.
 PAIR = re.compile(
     r"4pair(?:4half)?\d+(forward|backward|statistics)_kernel(?:I\w*?TilingI(?:\w*?16E)?Li(\d+)ELi(\d)E(?:Li(\d+)E)?)?"
 )
-# Paged attention: kernel; what a cache holds; head dim, bytes of an element of the cache.
+# Paged attention: kernel; format of the cache; head dim, bytes of an element of the cache.
 PAGED = re.compile(
     r"5paged\d+(?P<kind>paged|plan|combine)_kernelI.*?(?:4(?P<format>Same|E\dm\d)E.*?)?TilingILi(?P<dim>\d+)ELi(?P<bytes>\d)E"
 )
@@ -144,7 +144,7 @@ class Kernel:
                 return dim, 4, 0, 4, 0, 8, 1
             if self.unit.startswith("sm90"):
                 keys, stages = (128, 512 // dim) if narrow else (8192 // dim, 5)
-            else:  # as many stages as there is room for, up to 8: those of the least room
+            else:  # the stages that there is room for, up to 8: those of the smallest room
                 keys, stages = 8192 // dim // int(found["bytes"]), 4 if dim == 64 else 3
             return (dim, 64, keys, 32, 0, 1, 1) if found["kind"] == "plan" else (dim, 64, keys, 12, stages, 1, 1)  # fmt: skip
         if self.unit.startswith("sm90"):
@@ -235,7 +235,7 @@ class Kernel:
 
     @property
     def variant(self) -> str:
-        """What else the kernel is compiled for."""
+        """The other template parameters of the kernel."""
         if self.unit == "sm80/bwd_fp32":
             if found := BACKWARD_FP32.search(self.name):
                 kind = {None: "bias gradient", "0": "queries", "1": "keys", "2": "keys, dk"}
@@ -308,11 +308,11 @@ class Kernel:
         """Bytes of dynamic shared memory for tiles: Q (twice up to D 128 on sm90, never on sm75), and `stages` of K and V."""
         if self.tiling is None:
             return 0
-        if found := SMALL.search(self.name):  # of two heads; of more where there is room
+        if found := SMALL.search(self.name):  # of two heads; of more if there is room
             size = 4 if self.unit.endswith("fp32") else 2
             matrices, rows = 3 if found[1] == "forward" else 5, 8 * int(found[2])
             units, room = int(found[3]), int(found[6] or 0)
-            if room > 0:  # rows as many as all threads copy in whole turns; lse of two heads
+            if room > 0:  # rows in whole turns of all threads; lse of two heads
                 step = 512 // (units * 16 * size)
                 return matrices * -(-rows // step) * step * (room * units | 1) * 16 * size + 256
             of_head = (matrices * rows * (units | 1) | 1) * 16 * size
@@ -320,7 +320,7 @@ class Kernel:
         dim, rows, keys, warps, stages, _, _ = self.tiling
         if found := PAIR.search(
             self.name
-        ):  # what a CTA keeps, stages, parts of sums; barriers, and to begin at 1,024
+        ):  # a CTA's own data, stages, parts of sums; barriers, and alignment to 1,024
             own = int(found[3] or 0) * self.pair_box + self.pair_parts
             return own + stages * self.pair_stage + 2048 * (stages > 0)
         if self.unit == "sm80/bwd_fp32":
@@ -334,7 +334,7 @@ class Kernel:
                     // 128
                     * 128
                 )
-            # Halves of rows, raw and halves of columns; scales, statistics, what is hidden.
+            # Halves of rows, raw and halves of columns; scales, statistics, states of rows.
             if "_fp32_kernel" in self.name and self.variant.startswith("keys"):
                 rows, keys = keys, rows
             stream = (16 * keys * dim + keys + 8 * warps + 127) // 128 * 128
@@ -373,7 +373,7 @@ class Kernel:
             return of_q + 2 * size * dim * stages * keys + 512 * columns if stages else 0
         if DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
-        if found := TILING_FP8.search(self.name):  # Q twice, K, V and V turned, output staging
+        if found := TILING_FP8.search(self.name):  # Q twice, K, V and V transposed, output staging
             values = 2 * int(found[2]) * stages * keys
             return dim * (2 * rows + stages * keys) + values + (warps - 4) * 2048
         if TRIANGLE_SM90.search(self.name):  # six blocks of a bias; K, V, Q and output
@@ -410,7 +410,7 @@ class Kernel:
 
     @property
     def pair_parts(self) -> int:
-        """Bytes of what other CTAs push to it: pieces of 16 bytes of each lane, of two tiles of eight heads."""
+        """Bytes that other CTAs push to it: pieces of 16 bytes of each lane, of two tiles of eight heads."""
         found = PAIR.search(self.name)
         return 8 * 2 * 32 * 16 * int(found[4] or 0) if found is not None else 0
 
@@ -435,7 +435,7 @@ class Kernel:
         return (2 * rows + 2 * stages * keys) * dim * 2 + rows * 8
 
     def _is_smaller_than(self, other: Kernel) -> bool:
-        """Whether a device runs the other instead where that fits: fp32 forward, the widest heads."""
+        """Whether a device runs the other kernel instead if that fits: fp32 forward, the widest heads."""
         same = (self.unit, self.arch, self.variant) == (other.unit, other.arch, other.variant)
         wide = self.tiling and other.tiling and self.tiling[0] == other.tiling[0] > 128
         return bool(same and wide and "/fwd" in self.unit and self.shared < other.shared)
@@ -447,7 +447,7 @@ class Kernel:
             return tuple(SHARED_KIB[self.arch])
         if self.tiling and SHORT_FP32.search(self.name):
             dim, _, keys, _, _, blocks, _ = self.tiling
-            wide = dim > 16 and keys > 32  # only where an SM holds all its CTAs (takes_short)
+            wide = dim > 16 and keys > 32  # only if an SM holds all its CTAs (takes_short)
             return tuple(
                 device
                 for device, (room, _) in rooms
@@ -590,8 +590,8 @@ def read_code(text: str) -> dict[str, str]:
 
 
 def carry(report: dict[str, Any], before: str, after: str) -> list[str]:
-    """Units of reports/gpu-check.json whose code is the same in two tables while their sources changed: what a GPU showed of
-    them holds, and the report names their new digests. ``carried`` there says from which ones."""
+    """Units of reports/gpu-check.json whose code is the same in two tables while their sources changed: their GPU
+    results hold, and the report names their new digests. ``carried`` there names the old ones."""
     old, new = read_table(before)[0], read_table(after)[0]
     old_code, new_code = read_code(before), read_code(after)
     same = {

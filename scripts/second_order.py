@@ -1,9 +1,9 @@
-"""Forward, backward and double backward of a case, ours (Triton's second order) beside SDPA's math: what `bench` has no pass of. Needs a GPU.
+"""Forward, backward and double backward of a case: Triton's second order against SDPA's math. Needs a GPU.
 
     python -m scripts.second_order time                           the table of docs/develop/kernels/second_order.md
-    python -m scripts.second_order profile pet-train-d16          kernels of a step, and what the host does
+    python -m scripts.second_order profile pet-train-d16          kernels of a step, and the host's work
 
-A case is one of bench's; "@tf32" or "@tf32x3" behind its id sets the precision.
+A case is one of bench's; "@tf32" or "@tf32x3" after its id sets the precision.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Step:
 
 
 def warm(name: str) -> None:
-    """Compile what a case needs: the caches on disk keep it."""
+    """Compile all kernels of a case: the caches on disk keep them."""
     step = Step(name)
     step.step(True)
     if name in WITH_JVP:
@@ -115,7 +115,7 @@ def warm(name: str) -> None:
 
 
 def peak(run: Run) -> float:
-    """MiB beyond what was allocated before."""
+    """MiB beyond the memory that was allocated before."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -126,7 +126,7 @@ def peak(run: Run) -> float:
 
 
 def graphed(run: Run) -> Run:
-    """Replays of a CUDA graph of it."""
+    """Replays of a CUDA graph of a step."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

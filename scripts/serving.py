@@ -1,12 +1,15 @@
-"""vLLM with flashsci's attention beside vLLM's own backends, on a GPU machine that has vLLM (0.26 or 0.32); the table comes last.
+"""vLLM with flashsci's attention against vLLM's own backends, on a GPU machine with vLLM (0.26 or 0.32).
+
+A table comes last.
 
     python scripts/serving.py                    tokens of three tiny models, then step times of a Llama of 1B parameters
     python scripts/serving.py --only tokens      or times
 
-Tokens: greedy, of random models in 16 bits, eagerly and with graphs of decodes, with a 16-bit and an FP8 cache, against
-transformers' eager attention in float32 (rounded to what the cache holds). Where a token differs, the two logits must be as near
-to each other as twice the error of transformers in 16 bits allows; by how much they are nearer, or not, is said, and the same of
-vLLM's own backend. Without a GPU the tokens are compared in float32, and there are no times. Times: batch 64, prompts of 512, float16, weights that vLLM makes up; each backend in a process of its own.
+Tokens: greedy, of random models in 16 bits, eagerly and with graphs of decodes, with a 16-bit and an FP8 cache,
+against transformers' eager attention in float32 (rounded as the cache rounds). If a token differs, the two logits
+must be as near to each other as twice the error of transformers in 16 bits allows. Their distance is printed as a
+share of that, and likewise for vLLM's own backend. Without a GPU the tokens are compared in float32, and there are
+no times. Times: batch 64, prompts of 512, float16, random weights from vLLM; each backend in a separate process.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ AT_ONCE = 5  # engines on one GPU
 
 
 def rounded(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-    """Eager attention on what a cache of e4m3 holds."""
+    """Eager attention on keys and values rounded to e4m3, like a cache."""
     key, value = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
     eager = transformers.models.gemma2.modeling_gemma2.eager_attention_forward
     return eager(module, query, key, value, mask, **options)
@@ -101,15 +104,15 @@ def tokens_of_vllm(
 ) -> list[list[int]]:
     """Prompts in pieces of at most 128 tokens a step."""
     options = dict(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600, kv_cache_dtype=cache)  # fmt: skip
-    if GPU:  # engines beside each other cannot measure what is free
+    if GPU:  # concurrent engines cannot measure free memory
         options |= dict(gpu_memory_utilization=0.8 / AT_ONCE, kv_cache_memory_bytes=1 << 29)
     return generate(engine(folder, dtype, backend, graphs, **options), drawn(), NEW)
 
 
 @torch.no_grad()
 def differing(model: Any, dtype: torch.dtype, found: list[list[int]]) -> list[float]:
-    """Of the prompts whose tokens are not those of the model in float32: how far the first other token's logit is below the best, in
-    differences that this dtype allows. What follows it has another prefix."""
+    """For the prompts whose tokens differ from those of the model in float32: the distance of the first other
+    token's logit below the best, in differences that this dtype allows. Later tokens have another prefix."""
     ratios = []
     for prompt, tokens in zip(drawn(), found, strict=True):
         ids = torch.tensor([prompt + tokens], device=DEVICE)
@@ -119,7 +122,7 @@ def differing(model: Any, dtype: torch.dtype, found: list[list[int]]) -> list[fl
         if wrong.numel():
             at = int(wrong[0])
             gap = exact[at, best[at]] - exact[at, tokens[at]]
-            # Twice the error of each of the two; of one position it would be one draw.
+            # Twice the error of each of the two; the error of one position would be a single draw.
             ratios.append((gap / (4 * (exact - plain).abs().max())).item())
     return ratios
 
@@ -198,10 +201,10 @@ def times(run: Any, say: Any) -> None:
 
 
 def attempt(function: Any, *arguments: Any) -> tuple[Any, str | None]:
-    """(result, or what went wrong): not every error of vLLM's goes from one process to another."""
+    """(result, or the error): some errors of vLLM's cannot be passed between processes."""
     try:
         return function(*arguments), None
-    except Exception as error:  # the other engines run all the same
+    except Exception as error:  # the other engines still run
         said = " ".join(str(error).split()) or "no message"
         return None, f"{type(error).__name__}: {said[:160]}"
 
@@ -217,7 +220,7 @@ def main() -> int:
     lines: list[str] = []
 
     def run(function: Any, *arguments: Any) -> tuple[Any, str | None]:
-        """(result, or what went wrong) of a process of its own, which leaves the GPU empty."""
+        """(result, or the error) of a separate process, which leaves the GPU empty."""
         left = until - time.monotonic()
         if left <= 0:
             return None, "no time left"

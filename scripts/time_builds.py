@@ -1,5 +1,7 @@
-"""`python -m flashsci bench` with builds of single units among its candidates: any number of them, interleaved launch by launch with each other
-and with peers, each checked against fp64 first. Needs a GPU.
+"""`python -m flashsci bench` with builds of single units as candidates. Needs a GPU.
+
+Any number of builds are interleaved launch by launch with each other and with peers, each checked against fp64
+first.
 
     python -m scripts.time_builds base=base.so new=new.so@64+128 --dims 64,96,192/128 --seqs 512,16384 --peers sdpa:cudnn,fa3
     python -m scripts.time_builds new=new.so det=new.so sm80=new.so --suite bias,pairs --peers triton,sdpa:efficient
@@ -22,7 +24,7 @@ from scripts.launchers import install
 
 
 def pairs():
-    """What the kernels with bias and mask tell apart, beyond the cases that models have."""
+    """Cases that distinguish the kernels with bias and mask, in addition to those of models."""
     from benchmarks import Case
 
     def case(name: str, b: int, h: int, s: int, d: int, bias=None, mask=None, dtype="bf16") -> Case:
@@ -82,7 +84,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     builds = [install(given).name for given in options.builds]
-    import benchmarks as bench  # now: its candidates are the backends that there are
+    import benchmarks as bench  # now: its candidates are the backends that exist
 
     listed = lambda text: [item for item in text.split(",") if item]  # noqa: E731
     bench.SUITES["pairs"] = pairs()

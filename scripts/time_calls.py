@@ -1,11 +1,11 @@
-"""Times what a small call costs the host, beside torch's SDPA.
+"""The host time of a small call, compared with torch's SDPA.
 
     python -m scripts.time_calls [--seconds 0.5] [--only "cuda, dense bf16"]
 
-On a GPU calls follow each other without a wait, but no more than a launch queue holds; what is measured is the host alone as long
-as the kernels are shorter than that, which those of these sizes are. Without a GPU nothing is launched (scripts/no_launch.py), only
-ratios mean something, and the least of many times is shown, for such machines are seldom alone. What torch itself takes is in
-each figure: the last rows say how much of a step is autograd's.
+On a GPU calls follow each other without a wait, but not more than a launch queue holds; the result is the host time
+alone if the kernels are shorter than that, as they are at these sizes. Without a GPU nothing is launched
+(scripts/no_launch.py), only ratios mean something, and the least of many times is shown, since such machines are
+often shared. Each figure includes torch's own time: the last rows give autograd's part of a step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cases(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Call,
     name = next(n for n, x in DTYPES.items() if x is dtype)
     dense = [draw(*SHAPE) for _ in range(3)]
     biased = [*dense, draw(1, *SHAPE[1:3], SHAPE[2])]
-    # As a Linear over pairs leaves it: kernels get a copy.
+    # The output layout of a Linear over pairs: kernels get a copy.
     heads_last = [*dense, draw(1, SHAPE[2], SHAPE[2], SHAPE[1]).permute(0, 3, 1, 2)]
     shared = torch.ones(SHAPE[2], SHAPE[2], dtype=torch.bool, device=device).tril()
     packed = [draw(SHAPE[2], SHAPE[1], SHAPE[3]) for _ in range(3)]
@@ -76,7 +76,7 @@ def functions(call: Call, tensors: list[Tensor]) -> dict[str, Callable[[], objec
 
 
 def main(seconds: float = 0.5, only: str = "") -> None:
-    """Print a table; ``only``: of the rows whose name has this in it."""
+    """Print a table; ``only``: rows whose name contains this."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     where = contextlib.nullcontext()

@@ -2,8 +2,9 @@
 
     python -m scripts.time_features [--seconds 0.3] [--dtype bf16]
 
-Forward, and forward with backward, medians of interleaved runs in one process. Peers are given what they take: SDPA its own
-dropout (other entries are dropped than ours), ALiBi as a bias tensor; FlexAttention ALiBi as a score function.
+Forward, and forward with backward, medians of interleaved runs in one process. Peers get these features in their
+own form: SDPA its own dropout (which drops other entries), ALiBi as a bias tensor; FlexAttention ALiBi as a score
+function.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def slopes(heads: int, device: torch.device) -> Tensor:
-    """Of Press et al., arXiv:2108.12409: a geometric sequence."""
+    """The slopes of Press et al., arXiv:2108.12409: a geometric sequence."""
     return torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
 
 
 def candidates(shape: tuple[int, int, int, int], device: torch.device) -> dict[str, dict[str, Call]]:  # fmt: skip
-    """By feature and name."""
+    """The calls by feature and name."""
     _, heads, length, _ = shape
     slope = slopes(heads, device)
     i = torch.arange(length, device=device)
@@ -64,7 +65,7 @@ def candidates(shape: tuple[int, int, int, int], device: torch.device) -> dict[s
 
 
 def measure(calls: dict[str, Call], tensors: list[Tensor], seconds: float) -> dict[str, str]:
-    """Of one feature, by direction: each candidate's median. tensors: q, k, v and dout."""
+    """Times of one feature, by direction: each candidate's median. tensors: q, k, v and dout."""
     *leaves, dout = tensors
 
     def forward(call: Call) -> Callable[[], object]:
@@ -82,7 +83,7 @@ def measure(calls: dict[str, Call], tensors: list[Tensor], seconds: float) -> di
 
 
 def main(seconds: float = 0.3, dtype: str = "bf16", small: bool = False) -> None:
-    """Print a table; ``small``: one shape that a CPU can bear."""
+    """Print a table; ``small``: one shape for a CPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = {"B 1, H 2, S 32, D 16": (1, 2, 32, 16)} if small else SHAPES
     for title, shape in shapes.items():

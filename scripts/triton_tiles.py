@@ -1,11 +1,11 @@
-"""Tile sizes of the Triton kernels, first and second order: each kernel alone, in every configuration of a list. Needs a GPU.
+"""A sweep of tile sizes of the Triton kernels, first and second order, each kernel alone. Needs a GPU.
 
     python -m scripts.triton_tiles dense-d64 order2-tf32          sweeps by their names in SWEEPS, best tiles first
     python -m scripts.triton_tiles bias --kernels dq,dkdv
 
-What flashsci/backends/triton/launch.py has comes from here. A configuration is (BLOCK_M, BLOCK_N, warps, stages[, registers a thread]), of the
-kernel of whole small sequences (tile side, warps[, registers a thread]). Compiling takes longer than running: a pool of
-processes first fills Triton's cache on disk.
+The table in flashsci/backends/triton/launch.py comes from here. A configuration is (BLOCK_M, BLOCK_N, warps,
+stages[, registers a thread]); for the kernel of whole small sequences it is (tile side, warps[, registers a
+thread]). Compiling takes longer than running: a pool of processes first fills Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def case_of(id: str) -> Case:
 
 
 def shares(case: Case) -> bool:
-    """Whether it has a bias whose gradient is a sum: what the kernel `bias_gradient` is for."""
+    """Whether it has a bias whose gradient is a sum: the case of the kernel `bias_gradient`."""
     return case.bias is not None and case.bias != (*case.batch, case.H, case.Sq, case.Sk)
 
 
@@ -176,7 +176,7 @@ Job = tuple[str, str, str, Config]  # case, precision, kernel, configuration
 
 
 def warm(job: Job) -> str | None:
-    """Compile; why it cannot, or None."""
+    """Compile; returns the reason why it cannot, or None."""
     id, precision, kernel, config = job
     try:
         Problem(id, precision).launch(kernel, config)[0]()

@@ -1,4 +1,6 @@
-"""Which kernels in files read a uniform register that nothing before has written? See flashsci/check/machine_code.py.
+"""A search for kernels that read uniform registers which nothing before has written.
+
+The search itself is flashsci/check/machine_code.py.
 
     python scripts/undefined_registers.py ~/.triton/cache build/py3-none-linux_x86_64
 

@@ -5,9 +5,10 @@
                                                  test_attention_backends.py and utils.py, all unmodified
     python scripts/vllm_tests.py FOLDER -k TEXT  some of them, as pytest names them
 
-Each writes new tokens into random pages, attends, and compares with FlexAttention's formula to 0.01. Lists of backends become
-CUSTOM alone; models of the hub become folders with a config of the same heads. A test that passes without a call of flashsci's
-attention is counted apart. vLLM's conftest imports much more than these tests need: its two fixtures that matter are here.
+Each writes new tokens into random pages, attends, and compares with FlexAttention's formula to 0.01. Lists of
+backends become CUSTOM alone; models of the hub become folders with a config of the same heads. A test that passes
+without a call of flashsci's attention is counted separately. vLLM's conftest imports much more than these tests
+need: the two fixtures that matter are here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 
-# Beside this file; it sets the environment variables that vLLM reads when it is imported.
+# Next to this file; it sets the environment variables that vLLM reads when it is imported.
 from serving import GPU
 
 TESTS = Path("tests/v1/attention/test_attention_backends.py")
@@ -69,7 +70,7 @@ def write_models(folder: Path) -> Path:
 
 
 class Plugin:
-    """For pytest: the fixtures, the backend in the tests' lists, and what became of each test."""
+    """A pytest plugin: the fixtures, the backend in the tests' lists, and the outcome of each test."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -86,7 +87,7 @@ class Plugin:
 
     @pytest.fixture(autouse=True)
     def dynamo_reset(self) -> Iterator[None]:
-        """FlexAttention, the truth, is traced anew for each length: without this, the tracer's limit is reached."""
+        """FlexAttention, the truth, is traced again for each length: without this, the tracer's limit is reached."""
         yield
         torch._dynamo.reset()
 
@@ -126,7 +127,7 @@ class Plugin:
 
 
 def aim(module: Any) -> None:
-    """Flashsci's backend in the place of all that a test module lists."""
+    """Put flashsci's backend in the place of all backends that a test module lists."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     lists = [name for name in vars(module) if name.endswith("BACKENDS_TO_TEST")]
@@ -136,7 +137,7 @@ def aim(module: Any) -> None:
         )
     for name in lists:
         setattr(module, name, [AttentionBackendEnum.CUSTOM])
-    # With a new torch the tests run FlexAttention on large blocks besides, and ask for nothing else here.
+    # With a new torch the tests also run FlexAttention on large blocks, and ask for nothing else here.
     module.is_torch_equal_or_newer = lambda version: False
 
 

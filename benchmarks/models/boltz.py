@@ -88,7 +88,8 @@ def _pair_bias(
     gate = self.proj_g(s).sigmoid()
     keep = mask.view(-1, 1, 1, mask.shape[-1]).bool()
     keep = keep.unflatten(0, (-1, multiplicity)) if len(keep) == samples else keep.unsqueeze(1)
-    # The client raises all to float32 first, for its scores; in the kernels scores are float32 whatever q and k are.
+    # The client first raises all to float32 for its scores; in the kernels scores are float32 for q and k of any
+    # dtype.
     out = attention(q, k, v, bias=bias, mask=keep)
     return self.proj_o(gate * out.transpose(-2, -3).reshape(samples, queries, width))
 
@@ -100,10 +101,10 @@ def patched():
 def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
     n = SIZES[size]
     heads = n["heads"]
-    width, wide = 24 * heads, 48 * heads  # of the pairformer, of the diffusion transformer
+    width, wide = 24 * heads, 48 * heads  # for the pairformer, for the diffusion transformer
     kernels = device.type == "cuda" and importlib.util.find_spec("cuequivariance_torch") is not None
     triangles = "cuEquivariance, einsum" if kernels else "matmul, softmax; einsum"
-    # float64 is nobody's fast path.
+    # float64 has no fast path.
     kernels = kernels and dtype != torch.float64
 
     def placed(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The client code: where it comes from, and how its model files are imported without all else that its packages need.
+"""The client code: its source, and the import of its model files without the packages' other dependencies.
 
-Releases from PyPI, unchanged. Their declared dependencies cannot be installed together (esm wants torch 2.11, protenix
-2.7.1), and their models need almost none of them: what `get` leaves in a folder is the packages alone.
+Releases from PyPI, unchanged. Their declared dependencies cannot be installed together (esm wants torch 2.11,
+protenix 2.7.1), and their models need almost none of them: `get` leaves only the packages in a folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "clients"  # where `make models` puts them
 VARIABLE = "FLASHSCI_CLIENTS"
 
-#: What to download, and the package in it that is kept.
+#: The downloads, and the package in each that is kept.
 RELEASES = {
     "boltz==2.2.1": "boltz",
     "einops==0.8.2": "einops",
@@ -47,13 +47,13 @@ SHELLS = (
     "unimol_tools.models",
 )
 
-#: Names that model files import at their top and the steps measured here never use, or use as what stands
-#: here; provided where the module cannot be imported, while a model's file is imported.
+#: Names that model files import at their top and the steps measured here never use, or use as stand-ins here;
+#: provided if the module cannot be imported, while a model's file is imported.
 PLACEHOLDERS: dict[str, dict[str, object]] = {
     "metatensor.torch": {"Labels": object},  # in annotations
     "metatomic.torch": {"NeighborListOptions": object, "System": object},  # in annotations
     "metatrain.pet.documentation": {"ModelHypers": dict},  # an annotation
-    "optree": {},  # for chunks of rows, which nobody needs here
+    "optree": {},  # for chunks of rows, unused here
     "pydantic.dataclasses": {"dataclass": dataclasses.dataclass},  # configurations, not validated
 }
 
@@ -63,7 +63,7 @@ class Unavailable(Exception):
 
 
 def get(folder: Path) -> list[Path]:
-    """Download the releases (8 MB) and unpack their packages into a folder; returns what is in it now.
+    """Download the releases (8 MB) and unpack their packages into a folder; returns the folder's packages.
 
     Run where PyPI can be reached; the folder can then be carried to a machine that cannot.
     """
@@ -106,7 +106,8 @@ def _found(name: str) -> bool:
 
 @contextmanager
 def placeholders() -> Iterator[None]:
-    """Inside, what cannot be imported of PLACEHOLDERS can; afterwards only who imported it then still has it."""
+    """Inside, the missing modules of PLACEHOLDERS can be imported; afterwards only modules that imported them
+    still have them."""
     before = dict(sys.modules)
     added: list[str] = []
     for name, members in PLACEHOLDERS.items():

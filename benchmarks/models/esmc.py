@@ -30,7 +30,8 @@ SIZES = {
 
 
 class _Packing(NamedTuple):
-    """What all layers of a step share: offsets and longest of the proteins, and their rotations, [tokens, 1, head dim] each."""
+    """Data that all layers of a step share: offsets and longest of the proteins, and their rotations,
+    [tokens, 1, head dim] each."""
 
     cu_seqlens: Tensor
     longest: int
@@ -44,7 +45,7 @@ _packings: dict[int, _Packing] = {}  # of the step that runs, by the mask of its
 def _packing(
     rotary: layers.EsmcTritonRotaryEmbedding, real: Tensor, dtype: torch.dtype
 ) -> _Packing:
-    """The client finds it again in every layer, and waits for the device each time."""
+    """The client recomputes it in every layer, and waits for the device each time."""
     found = _packings.get(id(real))
     if found is None:
         lengths = real.sum(-1, dtype=torch.int32)
@@ -52,7 +53,7 @@ def _packing(
         longest = int(lengths.max())
         rotary._update_cos_sin_cache(longest, device=real.device, dtype=dtype)
         tokens = torch.arange(real.shape[1], device=real.device).expand_as(real)
-        positions = tokens[real]  # they begin anew with each protein
+        positions = tokens[real]  # they start again with each protein
         cos, sin = (
             table[positions].repeat(1, 2)[:, None]
             for table in (rotary._cos_cached, rotary._sin_cached)

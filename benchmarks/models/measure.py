@@ -1,8 +1,8 @@
-"""Steps of models measured: errors against the client in float64, time of the whole step, peak memory, who served
-each call.
+"""Measurements of whole models: errors against the client in float64, time of the step, peak memory, and the
+backends that served each call.
 
-In float64 most clients do not fit into memory at the size that is timed: of "real" ones the errors are those of a
-medium size, and at the size that is timed the two ways are compared with each other.
+In float64 most clients do not fit into memory at the timed size: for "real" ones errors are measured at a
+medium size, and at the timed size the two ways are compared with each other.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks.models.served import listening
 from benchmarks.models.step import Results, Step, Way, double_stays
 from benchmarks.timer import Times, host_time, interleave
 
-SIZES = {"tiny": "tiny", "real": "check"}  # by what is timed: where errors are measured
+SIZES = {"tiny": "tiny", "real": "check"}  # timed size: size at which errors are measured
 WAYS = ("client", "flashsci")
-# A step that takes this many times what the GPU needs for it waits for the host, whose time varies by a tenth from
+# A step that takes this many times the GPU's own time waits for the host, whose time varies by a tenth from
 # round to round: it is measured for LONGER times as long.
 HOST_BOUND, LONGER = 1.05, 6
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -56,18 +56,18 @@ def run(
         seconds: measuring time per step and clock, about; more where a step waits for the host.
         minutes: no model begins after these, and none goes on to another dtype.
         compiled: time both ways by `torch.compile`, too, which takes a minute for each.
-        on_step, on_model: told what is being done, and after each model the records so far.
+        on_step, on_model: called with each step, and after each model with the records so far.
 
     Returns:
         Records as of `benchmarks.run`, suite "models" and pass "step": `time_us` by the host's clock, from an idle
         device to an idle one; `device_us` by the GPU's, without waiting for the host; `graph_us` of the step captured
-        as a CUDA graph and played again, where nothing in it waits for the device; `compiled_us` of the step by `torch.compile`,
-        one way after the other, `compiled_difference` the largest of its results from the way's own, and `compiled_gate` what came
-        of it; `errors` by result, relative
-        in the Euclidean norm, and `err_ratio`, the largest share of what is allowed: twice the client's and one
-        rounding. `difference` is the largest from the client at the size that is timed; `path` whose attention it
-        was; `calls` those that reached flashsci. What failed has no time, and its gate says why; so does that of a
-        model whose client is not on this machine.
+        as a CUDA graph and replayed, if nothing in it waits for the device; `compiled_us` of the step by
+        `torch.compile`, one way after the other, `compiled_difference` the largest difference of its results from
+        the uncompiled ones, and `compiled_gate` its outcome; `errors` by result, relative in the Euclidean norm, and
+        `err_ratio`, the largest share of the allowance: twice the client's error and one rounding. `difference` is
+        the largest from the client at the timed size; `path` the code that computed the attention; `calls` those
+        that reached flashsci. A failed way has no time, and its gate gives the reason; so does that of a model whose
+        client is not on this machine.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     size = size or ("real" if device.type == "cuda" else "tiny")
@@ -95,7 +95,7 @@ def run(
                 gate = ""
             except OutOfTime:
                 gate = "refused: time is up"
-            except Exception as error:  # the client in float64, or what builds it: the others go on
+            except Exception as error:  # the client's, in float64 or at its start
                 if fatal(error):
                     raise
                 gate = f"failed: it raised: {first_line(error)}"
@@ -108,12 +108,12 @@ def run(
 
 
 class OutOfTime(Exception):
-    """What is next would begin too late."""
+    """Whether the next step would begin too late."""
 
 
 @dataclass
 class _Side:
-    """What was found of one way through a step."""
+    """The results of one way through a step."""
 
     path: str = ""
     gate: str = "passed"
@@ -127,7 +127,7 @@ class _Side:
     graph_time: Times | None = None
     compiled_time: Times | None = None
     compiled_difference: float | None = None
-    compiled_gate: str | None = None  # None: nobody asked
+    compiled_gate: str | None = None  # None: not requested
 
     @property
     def failed(self) -> bool:
@@ -203,7 +203,7 @@ def relative(x: Tensor, truth: Tensor) -> float:
 
 @contextmanager
 def _problems_of(side: _Side):
-    """What goes wrong inside is that side's gate."""
+    """Errors inside become the gate of that side."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -225,7 +225,7 @@ def _errors(step: Step, truth: Results, dtype: torch.dtype) -> dict[str, _Side]:
         if not calls:
             ours.gate = "failed: no call reached flashsci"
         elif client.failed:
-            ours.gate = "not checked"  # there is nothing that its errors could be measured by
+            ours.gate = "not checked"  # there is no reference to measure its errors against
         else:
             _judge(ours, client, dtype)
     return dict(zip(WAYS, sides, strict=True))
@@ -245,7 +245,7 @@ def _judge(ours: _Side, client: _Side, dtype: torch.dtype) -> None:
 
 
 def served_by(calls: list[dict]) -> str:
-    """Whose kernels served calls, with how many: "cuda 4, triton 2; gradients triton 6".
+    """The backends whose kernels served calls, with counts: "cuda 4, triton 2; gradients triton 6".
 
     >>> served_by([{"forward": "cuda", "gradients": "triton", "count": 4}])
     'cuda 4; gradients triton 4'
@@ -301,8 +301,8 @@ def _time(step: Step, sides: dict[str, _Side], device: torch.device, seconds: fl
 def _time_compiled(
     step: Step, sides: dict[str, _Side], dtype: torch.dtype, device: torch.device, seconds: float
 ) -> None:
-    """Some steps no compiler takes, such as training on forces: their gate says why. It fails where the compiler changes our results
-    by more than twice what it does to the client's, and a rounding."""
+    """Some steps, such as training on forces, cannot be compiled: their gate says why. It fails if the
+    compiler changes our results by more than twice its change of the client's, and a rounding."""
     for side, way in zip(sides.values(), (step.client, step.ours), strict=True):
         if side.failed:
             continue
@@ -328,7 +328,7 @@ def _time_compiled(
 
 
 def _captured(way: Way, device: torch.device) -> torch.cuda.CUDAGraph | None:
-    """A step as a CUDA graph; None where the host waits for the device on the way, as some clients do."""
+    """A step as a CUDA graph; None if the host waits for the device on the way, as in some clients."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         way()
@@ -355,7 +355,7 @@ def _captured(way: Way, device: torch.device) -> torch.cuda.CUDAGraph | None:
 
 
 def _peak(way: Way, device: torch.device) -> int | None:
-    """Bytes that a step takes beyond what it begins with."""
+    """Bytes that a step takes beyond its memory at the start."""
     if device.type != "cuda":
         return None
     way.model.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""flashsci as the patches call it, with a list of who served each call for whoever asks."""
+"""flashsci as the patches call it, with an optional list of the backends that served each call."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _log: dict[str, dict] | None = None
 
 @contextmanager
 def listening() -> Iterator[dict[str, dict]]:
-    """The calls made inside, alike ones as one: shapes and strides by argument, dtype, count, whose forward and
-    gradients.
+    """The calls made inside, equal ones as one: shapes and strides by argument, dtype, count, and the
+    backends of forward and gradients.
 
-    Asking costs more than a small call: what listens is not timed.
+    This costs more than a small call: steps are not timed inside.
     """
     global _log
     before, _log = _log, {}
@@ -68,7 +68,7 @@ def residual_attention(
         flashsci.explain(q, k, v, bias=bias, **options), q, k, v, {"bias": bias, **options}
     )
     out, scores = flashsci.residual_attention(q, k, v, bias, **options)
-    if "Residual" in type(scores.grad_fn).__name__:  # at once, by kernels of its own
+    if "Residual" in type(scores.grad_fn).__name__:  # one operation with its own kernels
         note["forward"] = note["gradients"] = "triton"
     return _followed(out, note), scores
 
@@ -99,7 +99,7 @@ def _note(
 
 
 def _in_place(tensors: dict[str, Tensor], problem: Problem) -> bool:
-    """Whether Hopper's backward takes bias and mask as they lie in memory, or as a copy does that is made of them."""
+    """Whether Hopper's backward takes bias and mask in place, or after a copy that is made of them."""
     cuda = registry.BACKENDS["cuda"].load()
     with torch.no_grad():
         named = {n: tensors.get(n) for n in ("q", "k", "v", "bias", "key_weight", "mask")}

@@ -1,4 +1,4 @@
-"""What a model's file builds: steps, each in two ways, as the client runs it and with its attention on flashsci."""
+"""The interface of a model's file: steps, each in two ways, the client's and with attention on flashsci."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Way:
             return self.step()
 
     def compiled(self) -> Way:
-        """The same by `torch.compile` as it is by itself: what it cannot trace, such as the engine's backward, runs as before.
-        One way at a time: nothing tells the compiler of another patch."""
+        """The same under default `torch.compile`: parts that it cannot trace, such as the engine's backward,
+        run as before. One way at a time: nothing tells the compiler of another patch."""
         torch.compiler.reset()
         return replace(self, step=torch.compile(self.step))
 
     def results(self) -> Results:
-        """Of one step; with the gradients of the parameters, as one vector, where it has any."""
+        """The results of one step; with the gradients of the parameters, as one vector, if it has any."""
         found = {name: x.detach() for name, x in self().items()}
         gradients = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
         if gradients:
@@ -49,7 +49,7 @@ class Step:
 
     id: str
     about: str  # sizes and kind, for people
-    path: str  # whose attention the client runs by itself
+    path: str  # the backend of the client's own attention
     client: Way
     ours: Way
 
@@ -68,7 +68,7 @@ class Step:
 
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Attributes (owner, name, value) that have another value inside."""
+    """Set attributes (owner, name, value) to another value inside."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     for owner, name, value in changes:
         setattr(owner, name, value)
@@ -80,8 +80,8 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def double_stays() -> AbstractContextManager[None]:
-    """`Tensor.float()` leaves float64 alone inside: clients that raise a half to float32 so must not lower their own
-    float64."""
+    """Make `Tensor.float()` leave float64 alone inside: clients that raise a half to float32 with it must not
+    lower their own float64."""
     plain = torch.Tensor.float
 
     def raised(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -121,7 +121,7 @@ def counted(count: int, thing: str) -> str:
 
 
 def drawn(seed: int = 1) -> Callable[..., Tensor]:
-    """randn with a generator of its own, on the CPU: the same inputs on every device and in every dtype."""
+    """randn with its own generator, on the CPU: the same inputs on every device and in every dtype."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -137,7 +137,7 @@ def _target(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def loss(*tensors: Tensor) -> Tensor:
     """Squared distances from a random vector, the same for every row, in float32 or better. (The plain mean
-    square of what a layer norm gives is constant: its gradients would be rounding errors.)"""
+    square of a layer norm's output is constant: its gradients would be rounding errors.)"""
     total = torch.zeros((), device=tensors[0].device)
     for x in tensors:
         x = x if x.dtype == torch.float64 else x.float()

@@ -22,7 +22,7 @@ from benchmarks.models.step import (
     replaced,
 )
 
-DTYPES = (torch.bfloat16,)  # what it runs in; in float32 its long columns take minutes
+DTYPES = (torch.bfloat16,)  # the dtype of the client; in float32 its long columns take minutes
 SIZES = {
     "tiny": {"training": 40, "inference": 60, "features": 9, "layers": 1},
     "check": {"training": 600, "inference": 1_000, "features": 48, "layers": 2},

@@ -82,7 +82,7 @@ class Sample:
         return int(self.i.bincount().max()) if len(self.i) else 0
 
     def shuffled(self, generator: torch.Generator) -> Sample:
-        """The same with every atom's neighbours in another order: the same sums, rounded otherwise."""
+        """The same structures with every atom's neighbours in another order: the same sums, rounded otherwise."""
         order = torch.randperm(len(self.i), generator=generator)
         order = order[self.i[order].argsort(stable=True)]
         changed = {name: getattr(self, name)[order] for name in ("i", "j", "image")}
@@ -116,14 +116,14 @@ def samples(
 
 @dataclass
 class Batch:
-    """Structures one after the other; A atoms, B structures, N places for neighbours of each atom."""
+    """Structures one after the other; A atoms, B structures, N slots for neighbours of each atom."""
 
     numbers: Tensor  # [A]
     positions: Tensor  # [A, 3]
     owner: Tensor  # [A] the structure
-    neighbour: Tensor  # [A, N] the atom; 0 in places that are not used
+    neighbour: Tensor  # [A, N] the atom; 0 in unused slots
     image: Tensor  # [A, N, 3]
-    real: Tensor  # [A, N] bool: the place is used
+    real: Tensor  # [A, N] bool: the slot is used
     energy: Tensor  # [B]
     forces: Tensor  # [A, 3]
     count: Tensor  # [B] atoms of the structure
@@ -163,7 +163,7 @@ class Batch:
 
 
 def offsets(chosen: Sequence[Sample], elements: int) -> Tensor:
-    """The energy of each element that, summed over atoms, comes closest to the labels."""
+    """The energy of each element; summed over atoms, these come closest to the labels."""
     composition = torch.stack([s.numbers.bincount(minlength=elements) for s in chosen]).double()
     energy = torch.tensor([s.energy for s in chosen], dtype=torch.float64)
     return torch.linalg.lstsq(composition, energy[:, None], driver="gelsd").solution.squeeze(1)

@@ -22,8 +22,8 @@ from force_field.model import Potential
 class Learned(Calculator):
     """Energy and forces of a potential.
 
-    The neighbour list reaches `skin` further than the cutoff and is kept until an atom has moved by
-    half of that. What lies between has weight 0, exactly: it changes nothing.
+    The neighbour list reaches `skin` further than the cutoff and is kept until an atom has moved by half of that.
+    Neighbours beyond the cutoff have weight 0, exactly: they change nothing.
     """
 
     implemented_properties = ("energy", "forces")

@@ -1,11 +1,10 @@
 """The potential: a transformer over the environment of every atom, smooth at its cutoff.
 
-In the spirit of PET (Pozdnyakov, Ceriotti, arXiv:2305.19302). For every atom the tokens are the
-atom itself and its neighbours. They attend to one another; then every token gives a part of the
-atom's energy, and the atom's own token is what its neighbours see in the next round. What differs
-from PET is that nothing depends on the orientation: lengths enter through the tokens, and angles
-through the scores. Three of the channels of q and k are the unit vector u_j from the atom to the
-neighbour, so that q_j . k_l holds a learned multiple of u_j . u_l = cos(j, atom, l).
+In the spirit of PET (Pozdnyakov, Ceriotti, arXiv:2305.19302). For every atom the tokens are the atom itself and its
+neighbours. They attend to one another; then every token gives a part of the atom's energy, and the atom's own token
+is the one that its neighbours see in the next round. Unlike PET, nothing depends on the orientation: lengths enter
+through the tokens, and angles through the scores. Three of the channels of q and k are the unit vector u_j from the
+atom to the neighbour, so that q_j . k_l holds a learned multiple of u_j . u_l = cos(j, atom, l).
 
 A neighbour at distance r counts with weight w(r) in every softmax, P = w e^S / sum w e^S. w falls
 smoothly to an exact 0 at the cutoff, and so does all influence of the neighbour: energy, forces and
@@ -33,7 +32,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, backend: str) -> Ten
     """Attention of q, k, v [A, H, S, D] with a weight [A, S] for every key."""
     if backend != "math":
         return flashsci.attention(q, k, v, key_weight=weight[:, None], backend=backend)
-    bias = weight.clamp(min=1e-15).log()[:, None, None]  # what one writes without flashsci
+    bias = weight.clamp(min=1e-15).log()[:, None, None]  # the form without flashsci
     with sdpa_kernel(SDPBackend.MATH):
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
@@ -45,8 +44,8 @@ def smooth_step(r: Tensor, cutoff: float, tail: float) -> Tensor:
 
 
 def gather(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] for an index of any shape. index_select's gradient is an index_add, much faster than
-    the sort behind that of x[index]."""
+    """x[index] for an index of any shape. index_select's gradient is an index_add, much faster than the sort in the
+    gradient of x[index]."""
     return x.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
@@ -75,8 +74,7 @@ class Block(nn.Module):
 
 
 class Round(nn.Module):
-    """Tokens from lengths and from what both atoms know of themselves; blocks; what the atom knows
-    next."""
+    """One round: tokens from lengths and from both atoms' features; blocks; the atom's features for the next round."""
 
     def __init__(self, width: int, blocks: int, lengths: int, backend: str) -> None:
         super().__init__()
@@ -99,8 +97,8 @@ class Round(nn.Module):
 class Potential(nn.Module):
     """Energies of atoms from their neighbours within `cutoff` (Angstrom).
 
-    Every round lets an atom see as far again; every block within it, more of its neighbours at once.
-    `backend` is one of flashsci's, or "math": SDPA's, for comparison.
+    Every round lets an atom see as far again; every block of a round, more of its neighbours at once. `backend` is
+    one of flashsci's, or "math": SDPA's, for comparison.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
     make force-field                     everything; small on a CPU (two minutes), full on a GPU
     python examples/force_field train dynamics    some parts of it
 
-The loss contains F = -dE/dx, so its gradient by the parameters contains second derivatives of every
-attention call: `loss_of` is all there is to it, the rest is bookkeeping. Every part adds what it
-found to results.json in the output folder; `plot` draws that.
+The loss contains F = -dE/dx, so its gradient by the parameters contains second derivatives of every attention call.
+`loss_of` has all of the training; the rest is bookkeeping. Every part adds its results to results.json in the
+output folder; `plot` draws them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def loss_of(model: Potential, batch: Batch) -> Tensor:
 
 
 class Data:
-    """Labelled structures on their way to a device: nine of ten to train on."""
+    """Labelled structures, ready for a device: nine of ten to train on."""
 
     def __init__(self, labelled: Sequence[Sample], device: torch.device) -> None:
         self.device = device
@@ -98,7 +98,7 @@ class Data:
         self.test, self.training = list(labelled[:tenth]), list(labelled[tenth:])
 
     def batch(self, chosen: Sequence[Sample], dtype: torch.dtype = torch.float32) -> Batch:
-        """Rounded to float32 for every dtype: they shall answer the same question."""
+        """Rounded to float32 for every dtype: all dtypes answer the same question."""
         return Batch.of(chosen, self.places).to("cpu", torch.float32).to(self.device, dtype)
 
     def draws(self, size: int, seed: int) -> Iterator[list[Sample]]:
@@ -141,7 +141,7 @@ def training_step(
 
 
 def errors(model: Potential, data: Data, chosen: Sequence[Sample]) -> dict:
-    """Mean absolute errors (meV per atom, meV per Angstrom) and what they are errors of."""
+    """Mean absolute errors (meV per atom, meV per Angstrom) and the spread of the labels."""
     found: dict[str, list] = {"energy": [], "force": [], "label": [], "learned": []}
     for n in range(0, len(chosen), 32):
         batch = data.batch(chosen[n : n + 32])
@@ -202,10 +202,10 @@ def compare(settings: Settings, data: Data) -> dict:
     """The first steps of the training on flashsci and on SDPA's math backend: the same seed, the
     same batches.
 
-    How far rounding alone leads is seen from the baseline with its neighbours, and so its sums, in
-    other orders. flashsci may be twice as far as the furthest of those from the truth, the reference
-    backend in float64, and, which is sharper, from the baseline itself: at every step twice as far
-    as the furthest until then, and 8 roundings of a loss.
+    The spread by rounding alone is seen from the baseline with its neighbours, and so its sums, in other orders.
+    flashsci may be twice as far as the furthest of those from the truth, the reference backend in float64. A
+    sharper limit holds for its distance from the baseline itself: at every step twice the furthest of those until
+    then, and 8 roundings of a loss.
     """
     arms = {
         "truth": ("reference", torch.float64, None),
@@ -299,7 +299,7 @@ PARTS = ("train", "dynamics", "compare", "measure", "plot")
 
 
 def report(found: dict) -> list[str]:
-    """Print the tables; what is wrong with the results."""
+    """Print the tables; returns the faults of the results."""
     problems = []
     if "train" in found:
         table = Table("", "meV/atom", "meV/Å", title="errors on structures not seen")

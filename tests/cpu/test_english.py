@@ -32,6 +32,9 @@ SCOPE = [
     "csrc/**/*.cpp",
     "csrc/**/*.cuh",
     "csrc/**/*.cu",
+    "benchmarks/**/*.py",
+    "scripts/*.py",
+    "examples/**/*.py",
 ]
 RELATIVE = re.compile(
     r"(?:(?:Of|To|By|In|From|With) (?:what|which|whom|those that)|Whatever|Whatsoever|What|Whose|Whoever|Who|Which"
