@@ -78,7 +78,7 @@ def wanted(x: Tensor | None) -> bool:
 
 def is_mapped(x: Tensor) -> bool:
     """Whether ``torch.vmap`` maps a tensor; the host then cannot read its values."""
-    return transforming_eagerly() and Asked.MAPPED in asked(x)
+    return not torch.compiler.is_compiling() and transforming_eagerly() and Asked.MAPPED in asked(x)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

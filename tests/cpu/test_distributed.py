@@ -119,12 +119,13 @@ def test_ranks_that_differ_all_raise_before_data_moves(ranks, argument):
     ],
 )
 def test_forward_mode_and_vmap_are_refused_before_data_moves(ranks, entry, name):
-    says = "collectives have no vmap" if entry == "unshard" else "within torch.func's transforms"
-    asks = {"beside grad": says}
+    asks = {"beside grad": "within torch.func's transforms"}
     asks |= {"vmap": f"no batching rule and torch.vmap maps {name}"}
     if name != "cu_seqlens":
         says = f"no forward-mode derivatives and {name} has a tangent"
         asks |= {"jvp": says, "dual numbers": says}
+    if entry == "unshard":  # its collective refuses first
+        asks = dict.fromkeys(asks, "collectives have no vmap")
     for way, says in asks.items():
         for _, error in ranks.outcomes(asked_of, 2, entry=entry, name=name, way=way):
             assert error is not None and says in error[0], error
