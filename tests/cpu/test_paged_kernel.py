@@ -358,7 +358,7 @@ SHARED = {
     "the stage of another turn": ("config", "uint32_t count = 0, stage = 0, parity = 0;", "uint32_t count = 0, stage = 0, parity = 1;"),
     "chunks of another part": ("part", "part(warp % kKeyWarps<C> / rows.tiers)", "part(warp % (kKeyWarps<C> / rows.tiers))"),
     "sums that are not there yet": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);\n    write_part", "    write_part"),
-    "sums of the part before": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);  // what was there has been read\n", ""),
+    "sums of the part before": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);  // the old contents have been read\n", ""),
     "weights of the warps": ("gather", "ptx::ex2_approx(statistics[warp].x - offset)", "1.f"),
     "weights of the warps where rows are few": ("gather", "__shfl_sync(0xffffffffu, weight, i * kRowLanes + warp)", "1.f"),
     "sums of few rows that are not there yet": ("gather", "    C::Isa::wait(shared.sums_full, handed++ & 1);\n", ""),

@@ -457,8 +457,8 @@ FAULTS = {
     "weights of zero count": ("backward.cuh", "x *= weights.weight[block];", ""),
     "no gradient of a weight": ("backward.cuh", "sums[block] += times(x);", ""),
     "exponentials without a limit": ("backward.cuh", "x = weights.limit(x, block, lse);", ""),
-    "weights of other keys": ("backward.cuh", "weight[i] = keys.has(i) ? __ldg(head + keys.clamped(i)", "weight[i] = keys.has(i) ? __ldg(head + keys.clamped(0)"),
-    "weights left out": ("scores.cuh", "return logf(weight);", "return 0.f;"),
+    "weights of other keys": ("backward.cuh", "weight[i] = keys.has(i) ? counted(__ldg(head + keys.clamped(i)", "weight[i] = keys.has(i) ? counted(__ldg(head + keys.clamped(0)"),
+    "weights left out": ("scores.cuh", "return logf(counted(weight));", "return 0.f;"),
     "shared memory of the first call": ("launch.cuh", "bytes > 0 ? most_bytes(p) : 0", "bytes"),
 }  # fmt: skip
 

@@ -204,7 +204,7 @@ FAULTS = {
     "sums of one consumer": ("triangle_bwd/kernel.cuh", "init(shared.sums_full, 4 * kConsumers);", "init(shared.sums_full, 4);"),
     "the bias of another step": ("triangle_bwd/mainloop.cuh", "shared.bias[w][step][0]", "shared.bias[w][0][0]"),
     "Q released before dK": ("triangle_bwd/kernel.cuh", "init(shared.q_empty[w][i], 4);", "init(shared.q_empty[w][i], 1);"),
-    "rows sent while they are written": ("triangle_bwd/store.cuh", "ptx::bulk_wait_read<0>();  // those of the member before", ""),
+    "rows sent while they are written": ("triangle_bwd/store.cuh", "ptx::bulk_wait_read<0>();  // stores of the previous member", ""),
 }  # fmt: skip
 
 
