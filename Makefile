@@ -68,7 +68,7 @@ build: ## compile the CUDA kernels (FA_ARCHS=90; default: the GPU found, else al
 	@$(MAKE) --no-print-directory install FA_ARCHS='$(TO_BUILD)'
 
 build-manual: ## the same kernels by a short nvcc/g++ script, without CMake or pip
-	PYTHON=$(PY) bash scripts/build_manual.sh
+	PYTHON=$(PY) bash tools/kernels/build_manual.sh
 
 demo: install ## the main job: crystals and molecules through every backend; writes demo-output/
 	$(PY) examples/crystals.py
@@ -138,7 +138,7 @@ lint: install ## ruff, clang-format, torch includes
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	clang-format --dry-run --Werror $(CPP)
-	$(PY) scripts/check_torch_includes.py
+	$(PY) tools/kernels/check_torch_includes.py
 
 format: install ## rewrite Python and C++ in the house style
 	$(PY) -m ruff check --fix .
@@ -155,7 +155,7 @@ docs: install ## the documentation, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 build/clients: | install
-	$(PY) -m benchmarks.models get $@
+	$(PY) -m tools.models get $@
 
 models: install build/clients ## whole models as their clients run them and on flashsci: real sizes on a GPU, tiny ones on a CPU
 	@$(PY) -c 'import transformers, scipy' 2>/dev/null \
@@ -168,11 +168,11 @@ bench: install ## the headline cases (GPU), or small ones (CPU); more: python -m
 check: install ## GPU machine: run the GPU suite and update reports/gpu-check.json
 	$(PY) -m flashsci check
 
-gpu-check: install ## GPU machine: check, tests, races, sanitizers, bench; options: scripts/gpu_check.py --help
-	$(PY) scripts/gpu_check.py $(GPU_CHECK)
+gpu-check: install ## GPU machine: check, tests, races, sanitizers, bench; options: tools/gpu/gpu_check.py --help
+	$(PY) tools/gpu/gpu_check.py $(GPU_CHECK)
 
 sweep: ## GPU machine: pre-flight, build, check, bench, report; stops at the first failure
-	@PY="$(PY)" VENV="$(VENV)" bash scripts/sweep.sh
+	@PY="$(PY)" VENV="$(VENV)" bash tools/gpu/sweep.sh
 
 env: install ## what is on this machine, what is missing, how to get it
 	@$(PY) -m flashsci env

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 import flashsci
 from flashsci.testing import Inputs, Judge, evaluate
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/, which is not in the wheel
-from benchmarks.timer import interleave
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # tools/, which is not in the wheel
+from tools.bench.timer import interleave
 
 HEADS, DIM = 8, 16  # 128 features, as PET and Crystalformer
 CELL = 7.0  # Angstrom: crystals are repeated until their faces are this far apart

@@ -11,9 +11,9 @@ import torch
 import typer
 from rich.table import Table
 
+from flashsci.call.problem import Problem
+from flashsci.choice.registry import BACKENDS
 from flashsci.console import run, wide_console
-from flashsci.problem import Problem
-from flashsci.registry import BACKENDS
 
 app = typer.Typer(
     help="Exact softmax attention for PyTorch: what runs here, is it right, how fast is it.",
@@ -262,19 +262,19 @@ def env(context: typer.Context) -> None:
 
 
 def _benchmarks(arguments: list[str]) -> int:
-    """Run a command of benchmarks/, a package of the repository that wheels do not contain."""
+    """Run a command of tools/bench, a package of the repository that wheels do not contain."""
     from flashsci.digest import ROOT
 
-    if not (ROOT / "benchmarks" / "commands.py").is_file():
+    if not (ROOT / "tools" / "bench" / "commands.py").is_file():
         print(
             f"flashsci: `{arguments[0]}` is not part of the installed package (it is in {ROOT}): cases, peers and\n"
-            "results are in benchmarks/ of the repository. Clone it, and run the same command in its folder.",
+            "results are in tools/bench of the repository. Clone it, and run the same command in its folder.",
             file=sys.stderr,
         )
         return 2
     if str(ROOT) not in sys.path[:1]:  # before any other package of that name
         sys.path.insert(0, str(ROOT))
-    from benchmarks.commands import main as run_command
+    from tools.bench.commands import main as run_command
 
     return run_command(arguments)
 

@@ -1,4 +1,4 @@
-"""The parts that the command lines of the package and of benchmarks/ share."""
+"""The parts that the command lines of the package and of tools/ share."""
 
 from __future__ import annotations
 

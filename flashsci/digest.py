@@ -90,20 +90,24 @@ def _strip_docstrings(tree: ast.AST) -> None:
                 node.body = body[1:] or [ast.Pass()]
 
 
-def _local_imports(tree: ast.AST, folder: Path, package: str) -> set[Path]:
-    """Files of the package that a module of it imports."""
-    names: set[str] = set()
+def _local_imports(tree: ast.AST, path: Path, folder: Path, package: str) -> set[Path]:
+    """Files below a package's folder that a file of it imports."""
+    here = (package, *path.relative_to(folder).parts[:-1])
+    found: set[Path] = set()
     for node in ast.walk(tree):
+        names: list[str] = []
         if isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if node.level == 1 or module == package or module.startswith(package + "."):
-                inner = module if node.level else module.removeprefix(package).lstrip(".")
-                names |= {inner.split(".")[0]} if inner else {a.name for a in node.names}
+            above = ".".join(here[: len(here) + 1 - node.level]) if node.level else ""
+            module = ".".join(filter(None, (above, node.module)))
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith(package + "."):
-                    names.add(alias.name.removeprefix(package + ".").split(".")[0])
-    return {folder / f"{name}.py" for name in names if (folder / f"{name}.py").is_file()}
+            names = [alias.name for alias in node.names]
+        for name in names:
+            inner = name.removeprefix(f"{package}.")
+            file = folder.joinpath(*inner.split(".")).with_suffix(".py")
+            if inner != name and file.is_file():
+                found.add(file)
+    return found
 
 
 def _has_kernels(tree: ast.Module) -> bool:
@@ -126,18 +130,20 @@ def triton_units(root: Path = ROOT) -> dict[str, str]:
     """One unit for each file with kernels."""
     folder = root / "flashsci" / "backends" / "triton"
     package = "flashsci.backends.triton"
-    files = {path: ast.parse(path.read_text(encoding="utf-8")) for path in folder.glob("*.py")}
-    imports = {path: _local_imports(tree, folder, package) for path, tree in files.items()}
+    files = {path: ast.parse(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")}
+    imports = {path: _local_imports(tree, path, folder, package) for path, tree in files.items()}
     for tree in files.values():
         _strip_docstrings(tree)
+    launching = {folder / "tilings.py", folder / "launcher.py"}
+    plans = {path for path in files if path.parent.name == "plans" or path in launching}
     units: dict[str, str] = {}
     for path in sorted(files):
         if not _has_kernels(files[path]):
             continue
-        # The code that launches it: launch.py, and every host*.py on the way to it.
-        hosts = {p for p in files if p.name.startswith("host") and path in imports[p]}
-        closure = {p for p in files if p.name == "launch.py"} | hosts
-        closure |= {p for host in hosts for p in imports[host] if p.name.startswith("host")}
+        # The code that launches it: tilings.py, and every plan on the way to it.
+        hosts = {p for p in plans if path in imports[p]}
+        closure = {folder / "tilings.py"} & files.keys() | hosts
+        closure |= {p for host in hosts for p in imports[host] if p in plans}
         queue = [path]
         while queue:
             current = queue.pop()
@@ -146,7 +152,7 @@ def triton_units(root: Path = ROOT) -> dict[str, str]:
                 queue += imports[current]
         digest = hashlib.sha256()
         for part in sorted(closure):
-            digest.update(f"\0{part.name}\0{_dump(files[part])}".encode())
+            digest.update(f"\0{part.relative_to(folder)}\0{_dump(files[part])}".encode())
         units[f"triton/{path.stem}"] = digest.hexdigest()[:16]
     return units
 

@@ -68,7 +68,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def loaded(request: pytest.FixtureRequest) -> None:
     """For tests with a parameter ``backend``: one that this machine lacks is a reason to skip, never a pass."""
-    from flashsci import registry
+    from flashsci.choice import registry
 
     name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
     if name not in (None, "auto"):  # auto is always there
@@ -90,12 +90,12 @@ def poison():
 def fresh_registry(monkeypatch: pytest.MonkeyPatch):
     """A registry that has warned of nothing and decided nothing."""
     from flashsci import attention as _  # noqa: F401  (binds the public names)
-    from flashsci import registry
+    from flashsci.choice import registry
 
     for name in ("_warned", "_choices"):
         if hasattr(registry, name):
             monkeypatch.setattr(registry, name, type(getattr(registry, name))())
-    from flashsci.plans import plans
+    from flashsci.call.plans import plans
 
     saved = dict(plans)
     plans.clear()
@@ -107,7 +107,7 @@ def fresh_registry(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch):
     """Replaces functions of a backend's module: for every call from here on, prepared ones too."""
-    from flashsci.plans import plans
+    from flashsci.call.plans import plans
 
     def replace(module, **functions):
         plans.clear()

@@ -1,5 +1,5 @@
 // flashsci::cuda_fp8_forward: attention on 8-bit floats, from the tensors and their scales to the
-// launch. The shapes of scales: flashsci/fp8_ops.py.
+// launch. The shapes of scales: flashsci/call/fp8_ops.py.
 #include <tuple>
 
 #include "../include/flashsci_fp8.h"

@@ -51,7 +51,7 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
       "v_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt "
       "max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, bool "
       "lower_right, bool out_is_fp16) -> (Tensor out, Tensor lse)");
-  // The schema of flashsci/paged_ops.py for other backends, plus the generation.
+  // The schema of flashsci/call/paged_ops.py for other backends, plus the generation.
   m.def(
       "cuda_paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor "
       "seqused_k, Tensor cu_seqlens_q, Tensor? sink, Tensor? k_scale, Tensor? v_scale, Tensor(a!) "

@@ -1,5 +1,5 @@
 // Whether tensors share memory, element by element: interleaved views do not. The algorithm is that
-// of flashsci/memory.py.
+// of flashsci/call/memory.py.
 #pragma once
 #include <numeric>
 #include <vector>

@@ -33,10 +33,10 @@ if not __package__:
     raise SystemExit("train.py is part of a package; run: python examples/force_field")
 
 import flashsci
-from benchmarks.timer import interleave
 from force_field.data import KINDS, METALS, Batch, Sample, offsets, samples
 from force_field.md import Learned, constant_energy
 from force_field.model import ELEMENTS, Potential
+from tools.bench.timer import interleave
 
 console = Console(width=110)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashsci.backends import reference
-from flashsci.ops import Scalars, Tensors
-from flashsci.problem import Problem
+from flashsci.call.ops import Scalars, Tensors
+from flashsci.call.problem import Problem
 
 FUSED = False
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flashsci.call.tracing import is_captured
 from flashsci.errors import BackendError
-from flashsci.tracing import is_captured
 
 
 def check_readable(x: Tensor, what: str = "lengths") -> None:

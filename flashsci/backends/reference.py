@@ -15,12 +15,12 @@ import math
 import torch
 from torch import Tensor
 
+from flashsci.api.dropout import keep_mask
 from flashsci.backends.host_reads import check_readable
-from flashsci.dropout import keep_mask
-from flashsci.fp8_ops import FP8, lacks
-from flashsci.ops import Saved, Scalars, Tensors, follow_layout
-from flashsci.problem import Problem
-from flashsci.tracing import casts_to, holds, rounds_products
+from flashsci.call.fp8_ops import FP8, lacks
+from flashsci.call.ops import Saved, Scalars, Tensors, follow_layout
+from flashsci.call.problem import Problem
+from flashsci.call.tracing import casts_to, holds, rounds_products
 
 FUSED = False
 SMALLEST_NORMAL = 2.0**-126  # of fp32; key weights below it count as zero
@@ -342,7 +342,7 @@ def forward(
     """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64).
 
     Both are differentiable in q, k, v, bias, key_weight, alibi_slopes and sink [Hq]. (Other backends compute no sink:
-    flashsci/sink.py.)
+    flashsci/call/sink.py.)
     """
     q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, alibi = tensors
     if cu_seqlens_q is None:

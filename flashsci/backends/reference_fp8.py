@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashsci import fp8_checks
 from flashsci.backends import reference
 from flashsci.backends.host_reads import check_readable
-from flashsci.fp8_ops import WHOLE, FP8Scalars, FP8Tensors, define, rows_per_scale
-from flashsci.op_checks import need
-from flashsci.ops import Scalars, Tensors, follow_layout
+from flashsci.call import fp8_checks
+from flashsci.call.fp8_ops import WHOLE, FP8Scalars, FP8Tensors, define, rows_per_scale
+from flashsci.call.op_checks import need
+from flashsci.call.ops import Scalars, Tensors, follow_layout
 
 
 def _attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:

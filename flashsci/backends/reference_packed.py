@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import ops
 from flashsci.backends import reference
 from flashsci.backends.reference import rejects, unavailable
-from flashsci.ops import PASSES, Saved, Scalars, Tangents, Tensors
+from flashsci.call import ops
+from flashsci.call.ops import PASSES, Saved, Scalars, Tangents, Tensors
 
 __all__ = ["FUSED", "backward", "double_backward", "forward", "jvp", "rejects", "unavailable"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashsci import paged_checks
 from flashsci.backends import reference
 from flashsci.backends.host_reads import check_readable
-from flashsci.ops import Scalars, Tensors, statistics_dtype
-from flashsci.paged_ops import FP8, PagedScalars, PagedTensors, define, empty_lse
+from flashsci.call import paged_checks
+from flashsci.call.ops import Scalars, Tensors, statistics_dtype
+from flashsci.call.paged_ops import FP8, PagedScalars, PagedTensors, define, empty_lse
 
 
 def _attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:

@@ -1,7 +1,7 @@
 """PyTorch's own attention as a backend: torch.nn.functional.scaled_dot_product_attention behind our specification.
 
 First derivatives are SDPA's own, in autograd's own graph: saved-tensor hooks see the tensors that it saves, and a
-freed graph stays freed. No fused SDPA kernel differentiates twice; flashsci/second_order.py adds second derivatives.
+freed graph stays freed. No fused SDPA kernel differentiates twice; flashsci/call/second_order.py adds second derivatives.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashsci import derivatives
 from flashsci.backends import reference
 from flashsci.backends.sdpa_kernels import Following, LaidOut, aligned, attend, finite, lost, on_gpu
-from flashsci.ops import Scalars, Tensors, plain
-from flashsci.problem import Problem
-from flashsci.tracing import casts_to, transforming
+from flashsci.call import derivatives
+from flashsci.call.ops import Scalars, Tensors, plain
+from flashsci.call.problem import Problem
+from flashsci.call.tracing import casts_to, transforming
 
 FUSED = False
 TINY = 2.0**-20  # scales below this, or above its inverse, belong to extreme q and k

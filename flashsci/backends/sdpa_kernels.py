@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashsci.backends.reference import per_query_head
-from flashsci.ops import Scalars
+from flashsci.call.ops import Scalars
 
 #: The function itself: programs, flashsci included, replace torch.nn.functional's name.
 attend = torch._C._nn.scaled_dot_product_attention

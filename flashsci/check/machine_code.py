@@ -3,7 +3,7 @@
 ptxas 12.8, which comes with Triton 3.6, loses the base of a shared-memory descriptor in some kernels for Hopper.
 wgmma then reads at the address of some other number, which gives a wrong result or an illegal address, in some calls.
 A fault that shows in one call is found here for all: `check` examines every Triton kernel that it has compiled, tests
-examine those that they compile, and scripts/undefined_registers.py examines files.
+examine those that they compile, and tools/kernels/undefined_registers.py examines files.
 
 A register counts as written if any path from the kernel's start writes it: a finding is undefined on every path.
 """

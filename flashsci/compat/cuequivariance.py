@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flashsci.attention import attention
+from flashsci.api.attention import attention
 from flashsci.compat.kinds import flag, number
 from flashsci.errors import BackendError
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flashsci.attention import attention
-from flashsci.ops import statistics_dtype
+from flashsci.api.attention import attention
+from flashsci.call.ops import statistics_dtype
 
 
 def DS4Sci_EvoformerAttention(

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import flashsci
+from flashsci.call.tracing import transforming
 from flashsci.compat.kinds import flag, number
-from flashsci.tracing import transforming
 
 
 def attention(

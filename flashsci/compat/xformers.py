@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.attention import attention
+from flashsci.api.attention import attention
+from flashsci.api.merge import merge
+from flashsci.api.varlen import varlen_attention
 from flashsci.compat import xformers_bias
 from flashsci.compat.kinds import number
 from flashsci.compat.xformers_bias import (
@@ -36,8 +38,6 @@ from flashsci.compat.xformers_bias import (
     LowerTriangularMaskWithTensorBias,
 )
 from flashsci.errors import BackendError
-from flashsci.merge import merge
-from flashsci.varlen import varlen_attention
 
 __all__ = [
     "AttentionBias",

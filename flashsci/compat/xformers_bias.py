@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flashsci.arguments import window_bounds
 from flashsci.backends.reference import visible
+from flashsci.call.arguments import window_bounds
 from flashsci.errors import BackendError
 
 Device = torch.device | str | None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashsci import transforms
+from flashsci.call import transforms
 from flashsci.distributed.collectives import all_gather
 
 Mesh = DeviceMesh
@@ -198,7 +198,7 @@ def check_transforms(entry: str, **tensors: Any) -> None:
     Each rank refuses by itself: inside a transform no rank can communicate with another.
 
     Raises:
-        ValueError: as :func:`flashsci.transforms.check`; or any of torch.func's transforms around the call.
+        ValueError: as :func:`flashsci.call.transforms.check`; or any of torch.func's transforms around the call.
     """
     transforms.check(entry, **{n: x for n, x in tensors.items() if isinstance(x, Tensor)})
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import flashsci
-from flashsci import arguments
+from flashsci.call import arguments
+from flashsci.call.ops import follow_layout
+from flashsci.call.tracing import autocast
 from flashsci.distributed import agreement, dtensor, gather, plan, ring, ulysses
 from flashsci.distributed.agreement import Mesh
 from flashsci.distributed.collectives import place_in, replicated
 from flashsci.distributed.plan import Given
-from flashsci.ops import follow_layout
-from flashsci.tracing import autocast
 
 ATTEND = {"ring": ring.attend, "all_gather": gather.attend, "ulysses": ulysses.attend}
 

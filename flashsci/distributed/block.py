@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.attention import attention
-from flashsci.backward import Gradients, attention_backward
+from flashsci.api.attention import attention
+from flashsci.api.backward import Gradients, attention_backward
+from flashsci.api.varlen import varlen_attention
+from flashsci.call.ops import statistics_dtype
 from flashsci.distributed.pieces import Piece
-from flashsci.ops import statistics_dtype
-from flashsci.varlen import varlen_attention
 
 
 class Scores(NamedTuple):

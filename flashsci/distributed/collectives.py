@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from flashsci.call.tracing import transforming
 from flashsci.distributed.gloo import collective
 from flashsci.errors import BackendError
-from flashsci.tracing import transforming
 
 _ops = torch.ops._c10d_functional
 Lengths = tuple[int, ...]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashsci.call.op_checks import need, same, shapes
+from flashsci.call.ops import statistics_dtype
 from flashsci.distributed.call import Call
-from flashsci.op_checks import need, same, shapes
-from flashsci.ops import statistics_dtype
 
 
 def rows_of_rank(call: Call, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None:

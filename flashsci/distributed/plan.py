@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci import arguments
-from flashsci.arguments import Options
+from flashsci.call import arguments
+from flashsci.call.arguments import Options
 from flashsci.distributed import agreement, cost, ulysses
 from flashsci.distributed.agreement import Value, dtype_number, tensor_fields
 from flashsci.distributed.block import Scores

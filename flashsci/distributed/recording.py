@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import recording
-from flashsci.tracing import transforming
+from flashsci.call import recording
+from flashsci.call.tracing import transforming
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 

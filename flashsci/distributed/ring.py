@@ -22,6 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.call.op_checks import implement, on_one_device
+from flashsci.call.ops import (
+    LIBRARY,
+    Tensors,
+    empty_like_layout,
+    fake_forward,
+    follow_layout,
+    statistics_dtype,
+)
 from flashsci.distributed import block, cost, gather, op_checks, recording
 from flashsci.distributed.block import Side
 from flashsci.distributed.call import Call, from_text
@@ -31,15 +40,6 @@ from flashsci.distributed.groups import head_groups, sizes_of
 from flashsci.distributed.layout import Interval
 from flashsci.distributed.merging import merge
 from flashsci.distributed.pieces import Piece
-from flashsci.op_checks import implement, on_one_device
-from flashsci.ops import (
-    LIBRARY,
-    Tensors,
-    empty_like_layout,
-    fake_forward,
-    follow_layout,
-    statistics_dtype,
-)
 
 
 def attend(

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 import flashsci
-from flashsci import arguments
+from flashsci.call import arguments
+from flashsci.call.op_checks import implement, on_one_device
+from flashsci.call.ops import LIBRARY, Tensors, fake_forward, statistics_dtype
 from flashsci.distributed import agreement, op_checks, recording
 from flashsci.distributed.agreement import Mesh, Value, tensor_fields
 from flashsci.distributed.block import Scores, rows_of
@@ -26,8 +28,6 @@ from flashsci.distributed.collectives import group_named
 from flashsci.distributed.exchange import Blocks, Post, Transfer, around, rounds
 from flashsci.distributed.layout import Interval, Layout, assemble
 from flashsci.distributed.pieces import Band
-from flashsci.op_checks import implement, on_one_device
-from flashsci.ops import LIBRARY, Tensors, fake_forward, statistics_dtype
 
 STRATEGIES = ("auto", "ring", "all_gather")
 ROOM = 1 << 30  # bytes of the whole bias up to which "auto" collects it

@@ -20,7 +20,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from flashsci.paged import paged_attention
+from flashsci.api.paged import paged_attention
 
 NAME = "fsci"
 PAGE = 16  # the divisor of pages

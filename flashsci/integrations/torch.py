@@ -18,11 +18,11 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from flashsci import registry
-from flashsci.attention import attention
-from flashsci.backward import attention_backward
-from flashsci.dropout import draw_seed
-from flashsci.varlen import varlen_attention
+from flashsci.api.attention import attention
+from flashsci.api.backward import attention_backward
+from flashsci.api.dropout import draw_seed
+from flashsci.api.varlen import varlen_attention
+from flashsci.choice import registry
 
 NAME = "flashsci"
 KERNELS: dict[str, Callable[..., Any]] = {}  # operators of aten by name

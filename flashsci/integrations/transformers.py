@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flashsci.attention import attention
+from flashsci.api.attention import attention
+from flashsci.api.varlen import varlen_attention
 from flashsci.integrations.transformers_paged import paged_attention_forward
-from flashsci.varlen import varlen_attention
 
 # Arguments that other attention functions of transformers read and this one refuses, each with the alternative.
 REFUSED = {

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.paged import paged_attention, write_kv_cache
-from flashsci.varlen import varlen_attention
+from flashsci.api.paged import paged_attention, write_kv_cache
+from flashsci.api.varlen import varlen_attention
 
 PAGE = 16  # the divisor of pages
 

@@ -30,10 +30,10 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from flashsci.paged import paged_attention, write_kv_cache
-from flashsci.problem import Problem
-from flashsci.registry import BACKENDS
-from flashsci.varlen import varlen_attention
+from flashsci.api.paged import paged_attention, write_kv_cache
+from flashsci.api.varlen import varlen_attention
+from flashsci.call.problem import Problem
+from flashsci.choice.registry import BACKENDS
 
 PATH = f"{__name__}.FlashSciBackend"
 FP8 = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.residual_ops import scores_dtype
+from flashsci.call.residual_ops import scores_dtype
 from flashsci.testing.cases import NUMBERS, SUBNORMAL, Case, ResidualCase
 from flashsci.testing.poison import embed
 

@@ -10,10 +10,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 MOST_SHARED = {75: 64, 80: 163, 89: 99, 90: 227, 100: 227}  # KiB that a block may have
 
 
@@ -31,7 +29,7 @@ def report_of(file: str, architecture: int) -> list[dict[str, Any]]:
 
 def script(report: Callable[[int, dict, list], Iterable[dict[str, Any]]]) -> None:
     """The script: what ``report(architecture, raw ops by name, launches)`` yields. Raw ops append what they launch to that list."""
-    from compare_triton import recorder
+    from tools.kernels.compare_triton import recorder
 
     architecture = int(sys.argv[1])
     with contextlib.redirect_stdout(sys.stderr):
@@ -41,9 +39,8 @@ def script(report: Callable[[int, dict, list], Iterable[dict[str, Any]]]) -> Non
 
 def compiled(launched: list, architecture: int, call: str) -> Iterator[tuple[dict[str, Any], str]]:
     """(what there is to know, PTX) of every launch of a call; the list is empty afterwards."""
-    from compare_triton import compile_launch, compile_one
-
-    from flashsci.backends.triton.arguments import RUNTIME
+    from flashsci.backends.triton.kernels.groups import RUNTIME
+    from tools.kernels.compare_triton import compile_launch, compile_one
 
     for kernel, args, options in launched:
         made = compile_launch(kernel, args, options, architecture)

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from cpp_functions import functions, loops
 
-from benchmarks import page_loads
 from flashsci import digest
 from flashsci.backends import cuda as backend
 from flashsci.backends.cuda import prepared
+from tests.support.cpp_functions import functions, loops
+from tools.bench import page_loads
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
@@ -27,7 +27,9 @@ needs_library = pytest.mark.skipif(
 
 
 def load_resources():
-    spec = importlib.util.spec_from_file_location("resources", ROOT / "scripts" / "resources.py")
+    spec = importlib.util.spec_from_file_location(
+        "resources", ROOT / "tools" / "kernels" / "resources.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules["resources"] = module
     spec.loader.exec_module(module)
@@ -45,7 +47,7 @@ def hardly_optimised() -> dict[str, str]:
 def build_manual(folder: Path, archs: str, **environment: str) -> Path:
     output = folder / "_C.so"
     result = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "build_manual.sh"), str(output)],
+        ["bash", str(ROOT / "tools" / "kernels" / "build_manual.sh"), str(output)],
         env=os.environ
         | hardly_optimised()
         | {"FA_ARCHS": archs, "PYTHON": sys.executable}
@@ -354,7 +356,7 @@ STRAIGHT = {"sm80/small_bf16": 128, "sm80/small_fp16": 128, "sm80/small_fp32": 4
 def test_resource_table_is_current_and_nothing_spills():
     resources = load_resources()
     digests, rows = resources.read_table(resources.TABLE.read_text(encoding="utf-8"))
-    assert digests == digest.cuda_units(ROOT), "run: python scripts/resources.py --write"
+    assert digests == digest.cuda_units(ROOT), "run: python tools/kernels/resources.py --write"
     assert {f"cuda/{r['unit']}" for r in rows} == set(digests)
     for row in rows:
         # Both stage counts are in the binary; which one a device runs depends on its shared memory.

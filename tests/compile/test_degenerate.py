@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from everywhere import BACKENDS, DEVICE, GPU, backends
 
 import flashsci
 from flashsci.testing import poisoned_memory
+from tests.support.everywhere import BACKENDS, DEVICE, GPU, backends
 
 pytestmark = pytest.mark.usefixtures("loaded")
 dtypes = pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everywhere import DEVICE
 from torch.utils.checkpoint import checkpoint
 
 import flashsci
+from tests.support.everywhere import DEVICE
 
 backends = pytest.mark.parametrize("backend", ["reference", "triton"])
 compilers = pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everywhere import BACKENDS, DEVICE
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import flashsci
+from tests.support.everywhere import BACKENDS, DEVICE
 
 pytestmark = pytest.mark.usefixtures("loaded")
 FUSED = [b for b in BACKENDS if b not in ("reference", "sdpa")]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from ahead_of_time import check, compiled, report_of, script
+
+from tests.compile.ahead_of_time import check, compiled, report_of, script
 
 PRODUCTS = {89: "mma.sync", 90: "wgmma.mma_async"}
 
@@ -49,10 +50,10 @@ def run(torch, host, dims, queries, options) -> None:
 def report(architecture: int, _, launched: list):
     import torch
 
-    from flashsci.backends.triton import host_fp8
+    from flashsci.backends.triton.plans import fp8 as plans
 
     for call, *kind in calls():
-        run(torch, host_fp8, *kind)
+        run(torch, plans, *kind)
         for entry, ptx in compiled(launched, architecture, call):
             products = sorted(set(re.findall(r"(?:wg)?mma[\w.]*\.f32\.[\w.]*", ptx)))
             yield entry | {"products": products}

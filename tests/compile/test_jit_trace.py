@@ -6,9 +6,9 @@ import io
 
 import pytest
 import torch
-from everywhere import BACKENDS, DEVICE
 
 import flashsci
+from tests.support.everywhere import BACKENDS, DEVICE
 
 pytestmark = [
     pytest.mark.usefixtures("loaded"),
@@ -157,7 +157,7 @@ def test_a_traced_dropout_draws_anew(backend):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_nothing_of_a_trace_stays_behind(backend):
     """Sizes are tensors to a tracer: none may reach a cache."""
-    from flashsci.plans import plans
+    from flashsci.call.plans import plans
 
     before = set(plans)
     q, k, v = rows(13)

@@ -8,14 +8,15 @@ import re
 import sys
 
 import pytest
-from ahead_of_time import report_of
+
+from tests.compile.ahead_of_time import report_of
 
 
 def compile_for(architecture: int) -> list[dict]:
     import torch
-    from compare_triton import compile_launch
 
     from flashsci.distributed import merge_kernel
+    from tools.kernels.compare_triton import compile_launch
 
     report = []
     narrow = torch.float16 if architecture == 75 else torch.bfloat16

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everywhere import BACKENDS, DEVICE
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flashsci
+from tests.support.everywhere import BACKENDS, DEVICE
 
 pytestmark = pytest.mark.usefixtures("loaded")
 every = pytest.mark.parametrize("backend", ["auto", *BACKENDS])

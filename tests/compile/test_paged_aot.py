@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ahead_of_time import check, compiled, report_of, script
+
+from tests.compile.ahead_of_time import check, compiled, report_of, script
 
 ARCHITECTURES = (75, 80, 90)
 KERNELS = {"paged_kernel", "paged_combine_kernel", "write_cache_kernel"}
@@ -55,10 +56,10 @@ def run(torch, host, dtype, cache_dtype, dims, queries, options) -> None:
 def report(architecture: int, _, launched: list):
     import torch
 
-    from flashsci.backends.triton import host_paged
+    from flashsci.backends.triton.plans import paged as plans
 
     for call, *kind in calls(architecture):
-        run(torch, host_paged, *kind)
+        run(torch, plans, *kind)
         yield from (entry for entry, _ in compiled(launched, architecture, call))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everywhere import BACKENDS, DEVICE
 
 import flashsci
+from tests.support.everywhere import BACKENDS, DEVICE
 
 pytestmark = [pytest.mark.usefixtures("loaded")]
 every = pytest.mark.parametrize("backend", ["auto", *(b for b in BACKENDS if b != "sdpa")])
@@ -122,7 +122,7 @@ def test_lengths_that_the_data_decides(backend):
 
 
 def test_opcheck_of_the_packed_reference():
-    flashsci.registry.load_recorded_reference()
+    flashsci.choice.registry.load_recorded_reference()
     ops = torch.ops.flashsci
     q, k, v = (torch.randn(2, 5, 16, device=DEVICE) for _ in range(3))
     tensors = (q, k, v, None, None, None, OFFSETS[0], OFFSETS[0], None, None, None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ahead_of_time import check, compiled, report_of, script
+
+from tests.compile.ahead_of_time import check, compiled, report_of, script
 
 ARCHITECTURES = (75, 80, 90)
 KERNELS = {
@@ -34,7 +35,7 @@ def calls(architecture: int):
 
 def run(torch, host, dtype, dims, lengths, options) -> None:
     """Both raw ops."""
-    from flashsci.residual_ops import ResidualCall, empty_results
+    from flashsci.call.residual_ops import ResidualCall, empty_results
 
     dtype = getattr(torch, dtype)
     q, k, v = (
@@ -56,10 +57,10 @@ def run(torch, host, dtype, dims, lengths, options) -> None:
 def report(architecture: int, _, launched: list):
     import torch
 
-    from flashsci.backends.triton import host_residual
+    from flashsci.backends.triton.plans import residual as plans
 
     for call, *kind in calls(architecture):
-        run(torch, host_residual, *kind)
+        run(torch, plans, *kind)
         yield from (entry for entry, _ in compiled(launched, architecture, call))
 
 

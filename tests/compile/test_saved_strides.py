@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everywhere import BACKENDS, DEVICE
 from torch.autograd.graph import saved_tensors_hooks
 
 import flashsci
-from flashsci import registry
-from flashsci.autograd import EagerForward
-from flashsci.ops import Scalars, Tensors
-from flashsci.plans import Plan
-from flashsci.registry import kernels
-from flashsci.sink import SinkForward
+from flashsci.call.autograd import EagerForward
+from flashsci.call.ops import Scalars, Tensors
+from flashsci.call.plans import Plan
+from flashsci.call.sink import SinkForward
+from flashsci.choice import registry
+from flashsci.choice.registry import kernels
+from tests.support.everywhere import BACKENDS, DEVICE
 
 SCALARS = Scalars(-1, -1, 0.5, 0.0, -1, -1, True, 0.0, "default", False)
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flashsci
-from flashsci import ops, registry
+from flashsci.call import ops
+from flashsci.choice import registry
 from flashsci.testing import bounds
 
 GPU = torch.cuda.is_available()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everywhere import BACKENDS, DEVICE, GPU, backends
 
 import flashsci
+from tests.support.everywhere import BACKENDS, DEVICE, GPU, backends
 
 pytestmark = pytest.mark.usefixtures("loaded")
 FUSED = tuple(b for b in BACKENDS if b not in ("reference", "sdpa"))

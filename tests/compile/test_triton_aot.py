@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from ahead_of_time import check, compiled, report_of, script
+
+from tests.compile.ahead_of_time import check, compiled, report_of, script
 
 ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
@@ -100,7 +101,7 @@ def arguments(torch, dtype, dims, options):
 def report(architecture: int, ops: dict, launched: list):
     import torch
 
-    from flashsci.backends.triton.host_copy import copied
+    from flashsci.backends.triton.plans.copy import copied
 
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everywhere import BACKENDS, DEVICE
 
 import flashsci
+from tests.support.everywhere import BACKENDS, DEVICE
 
 WORDS = "backend 'sdpa' cannot serve this call: SDPA has no softcap"
 

@@ -1,7 +1,7 @@
 // Standalone check of the forward launchers, without Python or torch: for compute-sanitizer and
 // profilers. Every generation and dtype that is linked in and runs on the device takes every case.
 //
-//   scripts/build_manual.sh   builds build/manual/forward_runner beside the library
+//   tools/kernels/build_manual.sh   builds build/manual/forward_runner beside the library
 //   compute-sanitizer --tool memcheck|initcheck|synccheck|racecheck build/manual/forward_runner
 //
 // Every case is drawn from a fixed seed, placed in buffers of exactly the size it needs (so that

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from raw_calls import Findings, require
+
+from tests.support.raw_calls import Findings, require
 
 
 def pytest_collection_modifyitems(items):

@@ -6,7 +6,8 @@ What Hopper's kernels take of a bias or mask, and what they leave to others, is 
 
 import pytest
 import torch
-from raw_calls import CELLS, DEVICE, HALVES, WINDOWS, attention, make
+
+from tests.support.raw_calls import CELLS, DEVICE, HALVES, WINDOWS, attention, make
 
 pytestmark = pytest.mark.gpu
 ONE = (1, 4, 2, 333, 444)  # batch, heads, heads of k, queries, keys

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashsci import bias_copy
+from flashsci.call import bias_copy
 
 pytestmark = pytest.mark.gpu
 

@@ -1,13 +1,13 @@
 """Stand-ins for functions of other packages on the kernels: what tests/cpu interprets, in sizes that take several tiles."""
 
 import pytest
-import standins
 import torch
-from everywhere import served_on_a_gpu
 
 import flashsci
 from flashsci.compat import cuequivariance, deepspeed, jvp_flash_attention, xformers
 from flashsci.testing import Inputs, Judge
+from tests.support import standins
+from tests.support.everywhere import served_on_a_gpu
 
 KERNELS = pytest.mark.parametrize("backend", ["triton", "cuda"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from distributed_calls import (
+
+from flashsci.testing.drawing import SeededChoices
+from tests.support.distributed_calls import (
     Split,
     call_quietly_by_groups,
     draw_split,
@@ -17,10 +19,8 @@ from distributed_calls import (
     second_order_pool,
     split_call,
 )
-from ranks import Ranks
-
-from flashsci.testing.drawing import SeededChoices
-from scripts.emulated_ranks import World, settled
+from tests.support.ranks import Ranks
+from tools.distributed.emulated_ranks import World, settled
 
 pytestmark = pytest.mark.gpu
 CASES = 5  # of each part: most compile kernels of their own

@@ -1,4 +1,4 @@
-"""Every op that runs kernels, given CUDA tensors: tests/cpu/test_every_raw_op.py says what is asked of them.
+"""Every op that runs kernels, given CUDA tensors: tests/cpu/call/test_every_raw_op.py says what is asked of them.
 
 `test_memory` alone is small enough for compute-sanitizer:
 ``compute-sanitizer --target-processes all python -m pytest -x tests/gpu/test_every_raw_op_on_gpu.py -k test_memory``.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from raw_op_calls import CALLS, COMPOSED, Right, all_ops
-from raw_op_judge import judge, wrong_calls
 
-from flashsci import registry
+from flashsci.choice import registry
+from tests.support.raw_op_calls import CALLS, COMPOSED, Right, all_ops
+from tests.support.raw_op_judge import judge, wrong_calls
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -40,7 +40,7 @@ def require(right: Right) -> None:
 
 def test_every_op_has_a_right_call():
     missing = all_ops().keys() - {right.op for right in CALLS} - COMPOSED
-    assert not missing, f"tests/raw_op_calls.py has no right call of {sorted(missing)}"
+    assert not missing, f"tests/support/raw_op_calls.py has no right call of {sorted(missing)}"
 
 
 @pytest.mark.parametrize("right", HERE, ids=str)

@@ -1,12 +1,12 @@
 """Masks written as numbers, scores beyond 1e7 and sharp softcaps on the kernels: what tests/cpu interprets, in sizes that
 take several tiles, and in all dtypes."""
 
-import extreme
 import pytest
-from everywhere import served_on_a_gpu
-from extreme import DTYPES, KINDS, NUMBERS, PLACES
 
 import flashsci
+from tests.support import extreme
+from tests.support.everywhere import served_on_a_gpu
+from tests.support.extreme import DTYPES, KINDS, NUMBERS, PLACES
 
 KERNELS = ["triton", "cuda"]
 FP32, FP16, BF16 = DTYPES

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashsci import registry
+from flashsci.choice import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 import torch
-from raw_calls import CELLS, DEVICE, HALVES, WINDOWS, make
+
+from tests.support.raw_calls import CELLS, DEVICE, HALVES, WINDOWS, make
 
 pytestmark = pytest.mark.gpu
 INF = float("inf")

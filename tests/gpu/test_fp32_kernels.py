@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashsci import registry
+from flashsci.choice import registry
 from flashsci.testing import Inputs, Judge, evaluate
 
 NAME = "cuda:sm80"

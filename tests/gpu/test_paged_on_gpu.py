@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashsci
-from flashsci import paged
+from flashsci.api import paged
 from flashsci.check.planning import aligned_paged
 from flashsci.check.units import cuda_paged
 from flashsci.testing import (

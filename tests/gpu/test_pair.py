@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashsci.backends import cuda
-from flashsci.ops import Scalars, Tensors
+from flashsci.call.ops import Scalars, Tensors
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs
 from flashsci.testing.bounds import check_alone
 

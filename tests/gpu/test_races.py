@@ -1,6 +1,6 @@
 """Every kernel instance a hundred times over: the same bits where they are promised, within the bound each time where not.
 
-tests/race_cases.py has the calls (from the table of compiled kernels) and their shapes: many short tiles, empty tiles
+tests/support/race_cases.py has the calls (from the table of compiled kernels) and their shapes: many short tiles, empty tiles
 first and last, one tile, one more than multiprocessors, rings that go round. Half of the repeats run beside other
 kernels on a second stream. The first run of each is judged; outputs and workspaces hold NaN before every run. Raw ops
 are called, each held to its generation: no other kernel can step in. Repeats are launched back to back and compared with the
@@ -17,13 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
-import race_cases as races
-import raw_calls
 import torch
-from race_cases import Call, FP8Call, PagedCall, Shape
 from torch import Tensor
 
-from flashsci import ops, registry
+from flashsci.call import ops
+from flashsci.choice import registry
 from flashsci.testing import (
     FP8Case,
     FP8Inputs,
@@ -37,6 +35,9 @@ from flashsci.testing import (
     make_paged_inputs,
     poisoned_memory,
 )
+from tests.support import race_cases as races
+from tests.support import raw_calls
+from tests.support.race_cases import Call, FP8Call, PagedCall, Shape
 
 pytestmark = pytest.mark.gpu
 REPEATS = int(os.environ.get("FLASHSCI_RACE_REPEATS", "100"))

@@ -1,6 +1,6 @@
 """Adversarial use of the CUDA ops with CUDA tensors: each call raises a clear error, and the context survives all of them.
 
-tests/cpu/test_raw_ops.py has the Triton ops, whose checks are the same on any device.
+tests/cpu/call/test_raw_ops.py has the Triton ops, whose checks are the same on any device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from flashsci import registry
+from flashsci.choice import registry
 from flashsci.testing import poisoned_memory
 
 pytestmark = pytest.mark.gpu

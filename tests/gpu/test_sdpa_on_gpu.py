@@ -1,5 +1,5 @@
 """Backend 'sdpa' on a GPU, where torch's kernels read dout as laid out like out, keep no lse for a bias alone, and take biases of
-q's dtype; judged against fp64. The same by stand-ins: tests/cpu/test_sdpa_kernels.py."""
+q's dtype; judged against fp64. The same by stand-ins: tests/cpu/api/test_sdpa_kernels.py."""
 
 from __future__ import annotations
 

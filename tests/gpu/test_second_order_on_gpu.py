@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flashsci
-from flashsci import registry
+from flashsci.choice import registry
 from flashsci.testing import (
     Case,
     Judge,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashsci import registry
+from flashsci.choice import registry
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs, poisoned_memory
 
 DEVICE = torch.device("cuda")

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from raw_calls import HALVES, WINDOWS, Findings, require
 
 from flashsci.errors import BackendError
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs, poisoned_memory
+from tests.support.raw_calls import HALVES, WINDOWS, Findings, require
 
 pytestmark = pytest.mark.gpu
 CELLS = list(itertools.product(HALVES, (64, 96, 128)))  # wider head dims are left to sm80

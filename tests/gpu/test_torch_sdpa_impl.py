@@ -1,5 +1,5 @@
 """scaled_dot_product_attention and varlen_attn of torch, through flashsci as torch's flash attention: forward, backward, compiled,
-captured; judged against fp64. The operators themselves: tests/cpu/test_torch_impl.py."""
+captured; judged against fp64. The operators themselves: tests/cpu/integrations/test_torch_impl.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triangle attention of sm90, forward and backward, in the cases of tests/cpu/test_triangle_backward_kernel.py and in sizes of
+"""Triangle attention of sm90, forward and backward, in the cases of tests/cpu/emulator/test_triangle_backward_kernel.py and in sizes of
 models: against fp64, and ten times over, for its barriers and copies are what the emulator cannot time."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashsci.testing import Judge, evaluate
-from tests.cpu.test_triangle_backward_kernel import CASES, Case, inputs_of
+from tests.cpu.emulator.test_triangle_backward_kernel import CASES, Case, inputs_of
 
 LARGE = {
     "s384": Case((1, 24), 4, 384, 384, seed=30),

@@ -1,6 +1,6 @@
 """SGLang's engine with flashsci's attention: greedy tokens of tiny random models are those of transformers' eager attention in
 float32, in batches, with prompts that arrive in chunks and prefixes that are there already. What its steps become in paged calls:
-tests/cpu/test_sglang.py.
+tests/cpu/integrations/test_sglang.py.
 
 SGLang and transformers install each other's versions: `make serving` makes an environment for these tests."""
 

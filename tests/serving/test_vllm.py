@@ -31,7 +31,7 @@ from flashsci.integrations import vllm as integration
 from tests.serving.tiny import NEW, greedy, model, prompts
 
 if not current_platform.is_cpu():
-    pytest.skip("scripts/serving.py is for GPUs", allow_module_level=True)
+    pytest.skip("tools/serving/replay.py is for GPUs", allow_module_level=True)
 
 integration.register()  # as vLLM does where flashsci is installed
 

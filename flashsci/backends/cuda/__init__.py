@@ -18,8 +18,8 @@ from flashsci.backends.cuda import layouts, library, prepared
 from flashsci.backends.cuda.layouts import hopper_takes
 from flashsci.backends.cuda.library import build_info, library_path, stale, unavailable
 from flashsci.backends.cuda.served import WEIGHTED, backward_kernels, older_backward, rejects
+from flashsci.call.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
 from flashsci.errors import BackendError
-from flashsci.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
 
 __all__ = [
     "OWN",

@@ -7,10 +7,10 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
-from flashsci import fp8_checks, fp8_ops
+from flashsci.call import fp8_checks, fp8_ops
+from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
+from flashsci.call.problem import Problem
 from flashsci.errors import BackendError
-from flashsci.fp8_ops import FP8Scalars, FP8Tensors
-from flashsci.problem import Problem
 
 UNIT = "cuda/sm90/fp8_e4m3"
 MAX_HEAD_DIM = 256

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from flashsci.ops import (
+from flashsci.call.ops import (
     NEED_BIAS,
     NEED_K,
     NEED_KEY_WEIGHT,
@@ -20,7 +20,7 @@ from flashsci.ops import (
     Scalars,
     Tensors,
 )
-from flashsci.problem import sums_bias
+from flashsci.call.problem import sums_bias
 
 NEED_ALL = NEED_Q | NEED_K | NEED_V | NEED_BIAS
 

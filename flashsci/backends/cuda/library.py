@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import paged_ops
-from flashsci.op_checks import on_one_device
-from flashsci.ops import LIBRARY, Tensors, fake_backward, fake_forward, register_vmap
+from flashsci.call import paged_ops
+from flashsci.call.op_checks import on_one_device
+from flashsci.call.ops import LIBRARY, Tensors, fake_backward, fake_forward, register_vmap
 
 ops: Any = None  # (forward, backward) of the loaded library, as torch has them
 handle: ctypes.CDLL | None = None  # the same library for calls without torch's dispatcher

@@ -1,7 +1,7 @@
 """Paged attention on the library's kernels: their limits, and the call.
 
 The kernels are csrc/sm90/paged for Hopper and csrc/sm80/paged from sm_80 on; the units of paged8 are those for 8-bit
-caches. A :class:`flashsci.problem.Problem` has no strides and no page size. Therefore the limits are in two places:
+caches. A :class:`flashsci.call.problem.Problem` has no strides and no page size. Therefore the limits are in two places:
 `rejects`, when a backend is chosen, and `misfit`, when the library has refused a call. No other kernel replaces this
 one for a misfit.
 """
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci import paged_checks
+from flashsci.call import paged_checks
+from flashsci.call.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
+from flashsci.call.problem import Problem
 from flashsci.errors import BackendError
-from flashsci.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
-from flashsci.problem import Problem
 
 GENERATIONS = (90, 80)  # newest first, as the library tries them
 MAX_HEAD_DIM = 256

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashsci.backends.cuda.layouts import bias_or_weights, bias_or_weights_needed
-from flashsci.ops import (
+from flashsci.call.ops import (
     NEED_BIAS,
     NEED_K,
     NEED_Q,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashsci.backends.cuda import layouts, library
-from flashsci.ops import Saved, Scalars, Tensors
+from flashsci.call.ops import Saved, Scalars, Tensors
 
 
 class Device(NamedTuple):
@@ -68,7 +68,7 @@ def backward_kernels(
     device: Device,
     generation: int = 0,
 ) -> Kernels | None:
-    """The kernels that compute the gradients named by ``need`` (:data:`flashsci.ops.NEED_Q`, ...), as :func:`forward_kernels`."""
+    """The kernels that compute the gradients named by ``need`` (:data:`flashsci.call.ops.NEED_Q`, ...), as :func:`forward_kernels`."""
     tensors, scalars = saved.tensors, saved.scalars
     weighted = tensors.key_weight is not None
     return _asked(

@@ -1,7 +1,7 @@
 """The calls that the library computes, forward and backward separately, by the properties of a Problem.
 
 layouts.py has the conditions on tensors. If the library has no backward for a call, or a slower one,
-flashsci/registry.py names another backend, which takes the same saved tensors.
+flashsci/choice/registry.py names another backend, which takes the same saved tensors.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 import torch
 
 from flashsci.backends.cuda import fp8, layouts, library, paged
-from flashsci.fp8_ops import FP8
-from flashsci.problem import Problem
+from flashsci.call.fp8_ops import FP8
+from flashsci.call.problem import Problem
 
 MAX_HEAD_DIM = 256
 GENERATIONS = (90, 80, 75)  # newest first, as the library tries them

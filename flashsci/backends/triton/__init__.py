@@ -1,11 +1,13 @@
 """The Triton backend: every feature of the specification, on any GPU that Triton supports.
 
-One file per kernel idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq), backward_keys.py (dk,
-dv), backward_small*.py, bias_gradient.py, copy_bias.py; for the second order jvp.py and double_backward_*.py; for
-wide heads, whose scores are held in memory, wide_*.py. They share arguments.py (groups of arguments), coord.py (the
-place where a program works), chunks.py (tiles of rows), scores.py, dropout.py and tangents.py. paged.py and
-paged_cache.py, for paged KV caches, and fp8.py, for 8-bit floats, share them too. launch.py has the tile sizes,
-host*.py the launches, checks.py the checks of the raw ops.
+kernels/ holds one file for each idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq),
+backward_keys.py (dk, dv), backward_small*.py, bias_gradient.py, copy_bias.py; for the second order jvp.py and
+double_backward_*.py; for wide heads, whose scores are held in memory, wide_*.py; paged.py and paged_cache.py for paged KV
+caches; fp8.py for 8-bit floats. They share groups.py (groups of arguments), coord.py (the place where a program works),
+chunks.py (tiles of rows), scores.py, dropout.py and tangents.py.
+
+plans/ decides the launches of each kind of call, launcher.py starts them, tilings.py has the tile sizes, and checks.py
+the checks of the raw ops.
 
 With TRITON_INTERPRET=1 in the environment before Triton is imported, the same kernels run on the CPU, slowly, for tests.
 """
@@ -18,46 +20,44 @@ import torch
 import triton
 from torch import Tensor
 
-from flashsci import derivatives, fp8_ops, ops
-from flashsci.ops import Saved, Scalars, Tensors
-from flashsci.problem import Problem
-
 # Some are imported only for their definitions: ops of other calls, and kernels, which Triton interprets or not from
 # here on.
-from . import (  # noqa: F401
-    checks,
-    host,
-    host_copy,
-    host_fp8,
-    host_paged,
-    host_residual,
-    host_second_order,
-    launch,
+from flashsci.backends.triton import checks, tilings
+from flashsci.backends.triton.plans import (  # noqa: F401
+    copy,
+    dense,
+    fp8,
+    paged,
+    residual,
+    second_order,
 )
+from flashsci.call import derivatives, fp8_ops, ops
+from flashsci.call.ops import Saved, Scalars, Tensors
+from flashsci.call.problem import Problem
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:
-    from . import interpreter  # noqa: F401
+    from flashsci.backends.triton import interpreter  # noqa: F401
 
 _KEYS = ("CUDA", "CPU") if INTERPRETED else ("CUDA",)
-forward = ops.define("triton", "forward", checks.forward(host.forward), _KEYS)
-backward = ops.define("triton", "backward", checks.backward(host.backward), _KEYS)
-jvp = ops.define("triton", "jvp", checks.jvp(host_second_order.jvp), _KEYS)
+forward = ops.define("triton", "forward", checks.forward(dense.forward), _KEYS)
+backward = ops.define("triton", "backward", checks.backward(dense.backward), _KEYS)
+jvp = ops.define("triton", "jvp", checks.jvp(second_order.jvp), _KEYS)
 double_backward = ops.define(
-    "triton", "double_backward", checks.double_backward(host_second_order.double_backward), _KEYS
+    "triton", "double_backward", checks.double_backward(second_order.double_backward), _KEYS
 )
 
 
 def prepared_forward(tensors: Tensors, scalars: Scalars) -> Any:
     """A function that computes out, lse of plain tensors with the signature of these."""
-    return host.prepared_forward(checks.checked(tensors, scalars), scalars)
+    return dense.prepared_forward(checks.checked(tensors, scalars), scalars)
 
 
 def prepared_backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> Any:
     """A function in the same way: from (dout, dlse, tensors, out, lse) to dq, dk, dv, dbias, dkey_weight; None where
     ``need`` does not name them."""
     checks.checked(saved.tensors, saved.scalars, (), (saved.out, dout), (saved.lse, dlse))
-    return host.prepared_backward(dout, saved, need)
+    return dense.prepared_backward(dout, saved, need)
 
 
 FUSED = True
@@ -89,8 +89,8 @@ def rejects(problem: Problem) -> str | None:
         return derivatives.lacks("triton", "alibi_slopes")
     if problem.sink and problem.key_weight_grad:
         return "key weights beside a sink have no gradient here, where a row's may all be zero"
-    if max(problem.head_dim, problem.head_dim_v) > launch.MAX_HEAD_DIM:
-        return f"head dims up to {launch.MAX_HEAD_DIM} are supported, got {problem.head_dim} and {problem.head_dim_v}"
+    if max(problem.head_dim, problem.head_dim_v) > tilings.MAX_HEAD_DIM:
+        return f"head dims up to {tilings.MAX_HEAD_DIM} are supported, got {problem.head_dim} and {problem.head_dim_v}"
     return _paged_rejects(problem) if problem.paged else None
 
 
@@ -114,6 +114,6 @@ def _fp8_rejects(problem: Problem) -> str | None:
             f"sm_{problem.capability[0]}{problem.capability[1]} has no instructions for 8-bit floats (sm_89 and newer have); give q, k "
             "and v in 16 bits"
         )
-    if max(problem.head_dim, problem.head_dim_v) > host_fp8.MAX_HEAD_DIM:
-        return f"float8_e4m3fn inputs have head dims up to {host_fp8.MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
+    if max(problem.head_dim, problem.head_dim_v) > fp8.MAX_HEAD_DIM:
+        return f"float8_e4m3fn inputs have head dims up to {fp8.MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
     return fp8_ops.lacks(problem)

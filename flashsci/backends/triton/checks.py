@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.op_checks import MAX_LENGTH, need, numbers, same, shapes
-from flashsci.ops import Saved, Scalars, Tangents, Tensors, statistics_dtype
-
-from . import launch
+from flashsci.backends.triton import tilings
+from flashsci.call.op_checks import MAX_LENGTH, need, numbers, same, shapes
+from flashsci.call.ops import Saved, Scalars, Tangents, Tensors, statistics_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PRECISIONS = ("default", "ieee", "tf32x3", "tf32")
@@ -73,8 +72,8 @@ def _check_inputs(
     need(q.shape[-1] == k.shape[-1], f"q and k must have the same head dim: {given}")
     dims = q.shape[-1], v.shape[-1]
     need(
-        min(dims) >= 1 and max(dims) <= launch.MAX_HEAD_DIM,
-        f"head dims must be 1 to {launch.MAX_HEAD_DIM}: {given}",
+        min(dims) >= 1 and max(dims) <= tilings.MAX_HEAD_DIM,
+        f"head dims must be 1 to {tilings.MAX_HEAD_DIM}: {given}",
     )
     heads, heads_k = (x.shape[-3] if rank > 2 else 1 for x in (q, k))
     need(
@@ -213,7 +212,7 @@ def check_scores(
 
 
 def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernels`` (host.forward) behind the checks."""
+    """``kernels`` (dense.forward) behind the checks."""
 
     def op(tensors: Tensors, scalars: Scalars) -> Any:
         return kernels(checked(tensors, scalars), scalars)
@@ -222,7 +221,7 @@ def forward(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """host.backward behind the checks."""
+    """dense.backward behind the checks."""
 
     def op(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> Any:
         tensors, out, lse, scalars = saved
@@ -233,7 +232,7 @@ def backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
-    """host_second_order.jvp behind the checks."""
+    """second_order.jvp behind the checks."""
 
     def op(tangents: Tangents, saved: Saved) -> Any:
         tensors, out, lse, scalars = saved

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.attention import attention
+from flashsci.api.attention import attention
 from flashsci.compat.flash_attn.gaps import attend_with_gaps
 from flashsci.compat.flash_attn.pages import attend_pages, check_pages, gathered, write_pages
 from flashsci.compat.flash_attn.rotary import apply_rotary, sequences_of

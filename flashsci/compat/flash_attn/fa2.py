@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.attention import attention
+from flashsci.api.attention import attention
+from flashsci.api.varlen import varlen_attention
 from flashsci.compat.flash_attn.cache import Cached, cached_attention
 from flashsci.compat.flash_attn.pages import attend_pages, check_pages
 from flashsci.compat.flash_attn.scalars import (
@@ -18,7 +19,6 @@ from flashsci.compat.flash_attn.scalars import (
     window_of,
 )
 from flashsci.compat.kinds import flag
-from flashsci.varlen import varlen_attention
 
 
 def flash_attn_func(

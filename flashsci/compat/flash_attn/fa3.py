@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from flashsci.attention import attention
+from flashsci.api.attention import attention
+from flashsci.api.varlen import varlen_attention
 from flashsci.compat.flash_attn import fa2
 from flashsci.compat.flash_attn.cache import Cached, cached_attention
 from flashsci.compat.flash_attn.gaps import attend_with_gaps
 from flashsci.compat.flash_attn.refusals import refuse
 from flashsci.compat.flash_attn.scalars import EVERYWHERE, Window, options_of
 from flashsci.compat.kinds import flag
-from flashsci.varlen import varlen_attention
 
 
 def flash_attn_func(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flashsci.varlen import varlen_attention
+from flashsci.api.varlen import varlen_attention
 
 
 def attend_with_gaps(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashsci.attention import attention
+from flashsci.api.attention import attention
 from flashsci.compat.flash_attn.fa2 import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashsci.api.paged import paged_attention, write_kv_cache
 from flashsci.compat.flash_attn.gaps import attend_with_gaps
-from flashsci.paged import paged_attention, write_kv_cache
 
 
 def check_pages(k_cache: Tensor, v_cache: Tensor, table: Tensor, name: str) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.attention import attention
-from flashsci.backward import attention_backward
+from flashsci.api.attention import attention
+from flashsci.api.backward import attention_backward
+from flashsci.api.dropout import draw_seed
+from flashsci.api.varlen import varlen_attention
 from flashsci.compat.flash_attn.fa2 import host_length, unseen_infinite, unseen_minus_infinite
 from flashsci.compat.flash_attn.gaps import attend_with_gaps
 from flashsci.compat.flash_attn.pages import attend_pages, check_pages
 from flashsci.compat.flash_attn.refusals import refuse
 from flashsci.compat.flash_attn.scalars import options_of
-from flashsci.dropout import draw_seed
-from flashsci.varlen import varlen_attention
 
 Forward = tuple[Tensor, Tensor, None, Tensor]
 

@@ -1,0 +1,407 @@
+"""Dense attention: the user API, its argument checks and the choice of a backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.api import fp8
+from flashsci.call import arguments, transforms
+from flashsci.call.dispatch import run, seed_for
+from flashsci.call.ops import Given, Tensors
+from flashsci.call.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
+from flashsci.call.problem import has_inner_heads, sums_bias
+from flashsci.call.tracing import autocast, hides_sizes, is_traced, rounds_products, tracer_paused
+from flashsci.choice import registry
+
+FP8 = fp8.FP8  # one look-up: every call asks
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str = "upper_left",
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Any:
+    """Exact softmax attention, ``softmax(softcap(scale q k^T) + bias) v``, differentiable in q, k,
+    v, bias, key_weight, sink and lse.
+
+    Args:
+        q: queries ``[..., Hq, Sq, D]``; float16, bfloat16, float32 or float64; float8_e4m3fn without
+            gradients, see below. Leading dims may be absent or several; those of q, k, v broadcast.
+            ``[S, D]`` is one head.
+        k: keys ``[..., Hk, Sk, D]``, same dtype and device; Hq must be a multiple of Hk (query head
+            h uses key head ``h // (Hq // Hk)``).
+        v: values ``[..., Hk, Sk, Dv]``.
+        bias: added to the scores, in natural-log units; broadcastable to ``[..., Hq, Sq, Sk]``, q's dtype or float32
+            (with float32 q also a 16-bit dtype), any strides, -inf allowed. Its gradient has its own shape and dtype
+            and is accumulated in float32 or better. Kernels read a copy if the keys are not neighbours in memory
+            (``[..., Sq, Sk, Hq]`` with heads moved forward) and no dim is expanded.
+        key_weight: multiplies the exponential of every score of its key, ``P = w e^S / sum w e^S``: the smooth cutoff
+            of an interatomic potential. Non-negative, broadcastable to ``[..., Hk, Sk]``, q's dtype or float32. Zeros
+            are exact, and so is the gradient there (a bias of ``log w`` has none). Weights below 2**-126, the
+            smallest normal number of float32, count as zero. Negative weights give undefined results, as their
+            logarithm would; only a synchronisation could find them.
+        mask: bool, broadcastable to ``[..., Hq, Sq, Sk]``, True = attend. mask, -inf in bias,
+            causal and window are ANDed.
+        alibi_slopes: ALiBi: adds ``-slope |i + shift - j|`` to the scores, in addition to the bias. The shift is
+            where ``align`` puts the diagonal: ``Sk - Sq`` for "lower_right" (as flash-attn), 0 for "upper_left".
+            float32, broadcastable to ``[..., Hq]``, such as ``[Hq]`` or ``[B, Hq]``. Learnt slopes have gradients and
+            tangents in the reference backend only; for other backends write ALiBi as a bias.
+        sink: ``[Hq]``, one more logit per head in the softmax, without a value: it takes its share of the probability
+            from all keys. q's dtype or float32, -inf for none. Scale, softcap, bias and mask do not affect it. The
+            lse includes it. A row with no key has out 0 and lse ``sink``.
+        causal: query i sees keys up to its own position.
+        window: ``(left, right)``: query i sees keys from ``i - left`` to ``i + right``; None or -1
+            is unbounded.
+        align: where the diagonal of causal and window starts when Sq != Sk: "upper_left" (as SDPA) or "lower_right"
+            (as flash-attn: the last query sees the last key).
+        scale: factor of q k^T; default ``1 / sqrt(D)``. It is a number, as softcap and dropout_p are. Multiply q by a
+            learned temperature: q keeps its gradient. Kernels apply the scale to q k^T, which must be finite in
+            float32 by itself: 1e37 is safe. The sum of ``abs(v)`` over the keys may be 1e30.
+        softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0 for none. A softcap
+            of ``2**100 * abs(scale)`` or more counts as none.
+        dropout_p: probability of dropping an entry of P, in [0, 1).
+        dropout_seed: int64 tensor [2] (seed, offset) on q's device; None draws one from torch's
+            generator. Every backend drops the same entries: see :func:`flashsci.dropout_mask`.
+        return_lse: return ``(out, lse)`` instead of ``out``.
+        deterministic: True demands results that are bitwise equal run to run; None follows
+            ``torch.use_deterministic_algorithms``. (Without it some CUDA backwards sum dq in any order, and those on
+            Hopper the gradient of a shared float32 bias. With it SDPA's backward on CUDA is left out, because it has
+            no fixed order.)
+        precision: for float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of halves on tensor
+            cores; None picks the faster), or "tf32" (one product: 11 significant bits). Other dtypes ignore it.
+        q_scale, k_scale, v_scale: for float8_e4m3fn tensors only. The stored values times their scale are q, k and v.
+            float32, positive: ``[]``, one for each head ``[..., H]``, or one for each block of 128 or 64 rows of a
+            head ``[..., H, ceil(S / 128 or 64)]``, with the leading dims of the tensor itself; None: 1.
+            :func:`flashsci.quantize` makes both.
+        out_dtype: for float8_e4m3fn tensors only: bfloat16 (None) or float16.
+        backend: "auto", "reference", "sdpa", "eager", "triton" or "cuda"; see :func:`flashsci.explain`.
+
+    Returns:
+        out ``[..., Hq, Sq, Dv]`` in q's dtype (for float8_e4m3fn: out_dtype) and memory layout. With ``return_lse``,
+        also lse ``[..., Hq, Sq]``: the natural log of the (weighted) sum of exponentials of the scores, float32
+        (float64 for float64), differentiable. A row with no key to attend to has out 0, lse -inf and zero
+        gradients.
+
+    Raises:
+        TypeError: dtypes that do not fit (a bool bias: use ``mask``), options of another type, a DTensor (see
+            :func:`flashsci.distributed.attention`).
+        ValueError: shapes, devices or options that do not fit; float8_e4m3fn tensors and scales that require grad, have a tangent
+            or are mapped by ``torch.vmap``.
+        BackendError: the backend asked for cannot serve the call; its message says which backends can.
+
+    Under autocast q, k and v are cast as SDPA casts them; the bias is never cast. Jagged nested tensors ``[B, H, j,
+    D]`` are accepted as in SDPA, without bias or mask. Values outside the tensors never matter. NaN in k or v at
+    masked positions is unspecified.
+
+    float8_e4m3fn q, k, v are for inference, with causal, window, align, scale, softcap and grouped heads; bias, mask,
+    key_weight, alibi_slopes, sink and dropout are refused. Both products are of 8-bit floats, so P is rounded to 1
+    part in 16 as well; docs/guide/fp8.md has the errors. autocast does not change the tensors.
+
+    Examples:
+        >>> import torch, flashsci
+        >>> q, k, v = torch.randn(3, 2, 4, 10, 16).unbind(0)
+        >>> distance = torch.rand(2, 1, 10, 10, requires_grad=True)  # one bias for all heads
+        >>> out, lse = flashsci.attention(q, k, v, bias=-distance, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 4, 10, 16]), torch.Size([2, 4, 10]))
+        >>> out.sum().backward(); distance.grad.shape
+        torch.Size([2, 1, 10, 10])
+        >>> cutoff = torch.linspace(1, 0, 10)  # the last key counts for nothing
+        >>> weighted = flashsci.attention(q, k, v, key_weight=cutoff)
+        >>> torch.allclose(weighted, flashsci.attention(q, k, v, bias=cutoff.log()), atol=1e-6)
+        True
+
+    Source: Milakov, Gimelshein, arXiv:1805.02867 (online softmax); Dao et al., arXiv:2205.14135 and
+        2307.08691; Press, Smith, Lewis, arXiv:2108.12409 (ALiBi); Xiao et al., arXiv:2309.17453 (sinks; as
+        one learnt logit per head they are gpt-oss's).
+    """
+    again = call = None
+    if sink is dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
+        entry: Any = "dense"
+        seen: tuple[Any, ...] = (q, k, v)
+        if not (bias is key_weight is mask is alibi_slopes is None):
+            seen, entry = present(q, k, v, bias, key_weight, mask, alibi_slopes)
+        again, call = repeated(
+            entry, seen,
+            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision), window, backend,
+        )  # fmt: skip
+    if again is not None:
+        found = again((q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes))
+        return found if return_lse else found[0]
+    arguments.check_types(
+        q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
+    )
+    if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
+        given = fp8.Given(
+            q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink
+        )
+        options = arguments.Options.of(
+            causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+        )
+        return fp8.dense(q, k, v, given, options, backend)
+    if q.is_nested:
+        from flashsci.api.nested import attention as attend
+
+        return attend(
+            q, k, v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink,
+            causal=causal, window=window, align=align, scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
+            deterministic=deterministic, precision=precision, backend=backend,
+        )  # fmt: skip
+    options = arguments.Options.of(
+        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+    )
+    q, k, v = autocast(q, k, v)
+    bias = arguments.widened(bias, q.dtype)
+    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
+    plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
+    # Kernels must not read a seed without dropout.
+    dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
+    tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
+    call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes)
+    if plan.leading is None:
+        out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
+    else:
+        around = functools.partial(_expanding, plan.leading)
+        out, lse = around(
+            lambda given: run(plan, given, needs_grad, sink, call, around, return_lse)
+        )(tensors)
+    return (out, lse) if return_lse else out
+
+
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    options: arguments.Options,
+    needs_grad: bool,
+    backend: str,
+) -> Plan:
+    """The plan of a dense call; from the cache if an equal call was planned before."""
+    if hides_sizes(q, k, v):
+        return _make_plan(
+            q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
+        )
+    if is_traced():
+        with tracer_paused():
+            traced = _make_plan(
+                q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
+            )
+        if traced.leading is not None:
+            traced.leading = _leading(q, k, v)  # the tracer follows these sizes
+        return traced
+    key = (
+        *signature(q, k, v, bias, key_weight, mask, alibi_slopes, sink),
+        options,
+        needs_grad and gradients(bias, key_weight, alibi_slopes),
+        registry.requested(backend),
+        rounds_products(q.dtype),
+    )
+    plan = plans.get(key)
+    if plan is None:
+        made = _make_plan(
+            q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
+        )
+        plan = keep(key, made)
+    return plan
+
+
+def _make_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    options: arguments.Options,
+    needs_grad: bool,
+    backend: str,
+) -> Plan:
+    call = describe(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad)
+    name = registry.decide(*call, backend)
+    ranks = {x.dim() for x in (q, k, v, bias, mask) if x is not None}
+    if key_weight is not None:
+        ranks.add(key_weight.dim() + 1)
+    equal = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and len(ranks) == 1 and q.dim() <= 5
+    leading = None if equal else _leading(q, k, v)
+    return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1]), leading)
+
+
+def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
+    except RuntimeError as error:
+        shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        raise ValueError(
+            f"the leading dims (before heads) of q, k, v do not broadcast: {shapes}"
+        ) from error
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    options: arguments.Options,
+    needs_grad: bool,
+) -> tuple[Any, ...]:
+    """Check a dense call; the arguments of registry.problem_of.
+
+    Raises:
+        TypeError, ValueError: as :func:`attention` documents.
+    """
+    arguments.check_tensors(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() < 2:
+            raise ValueError(
+                f"{name} must have at least two dims [S, D], got shape {list(x.shape)}"
+            )
+    arguments.check_head_dims(q, k, v)
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}"
+        )
+    heads_q, heads_k, heads_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v))
+    arguments.check_heads(heads_q, heads_k, heads_v)
+    options.check()
+    batch = _leading(q, k, v)
+    heads = (heads_q,) if max(q.dim(), k.dim(), v.dim()) > 2 else ()
+    full = (*batch, *heads, q.shape[-2], k.shape[-2])
+    if bias is not None:
+        arguments.check_bias_dtype(bias, q.dtype)
+        arguments.check_broadcast("bias", bias.shape, full)
+    if mask is not None:
+        arguments.check_mask_dtype(mask)
+        arguments.check_broadcast("mask", mask.shape, full)
+    if key_weight is not None:
+        arguments.check_key_weight_dtype(key_weight, q.dtype)
+        keys = (*batch, *(heads and (heads_k,)), k.shape[-2])
+        arguments.check_broadcast("key_weight", key_weight.shape, keys, "Hk, Sk")
+    if alibi_slopes is not None:
+        arguments.check_alibi(alibi_slopes, q, (*batch, heads_q), "Hq")
+    if sink is not None:
+        arguments.check_sink(sink, q, heads_q)
+    arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
+    features = options.features(bias, key_weight, alibi_slopes, sink, needs_grad)
+    features["mask"] = mask is not None
+    if hides_sizes(q, k, v):
+        features["bias_shape"] = None if bias is None else ()
+    else:
+        bias_shape = None if bias is None else tuple(bias.shape)
+        features.update(batch=batch, seq_q=q.shape[-2], seq_k=k.shape[-2], bias_shape=bias_shape)
+        if bias is not None:
+            features["inner_heads"] = has_inner_heads(bias)
+        if bias is not None and features["bias_grad"]:
+            features["bias_summed"] = sums_bias(bias, (*batch, *heads))
+    return registry.call(q, v, heads_q, heads_k, features)
+
+
+def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> Callable[..., Any]:
+    """A run for tensors whose ranks or leading dims differ, or which have more leading dims than kernels take."""
+
+    def expanded(tensors: Given) -> tuple[Tensor, Tensor | None]:
+        q, k, v, bias, key_weight, mask, _, _, _, seed, alibi_slopes = tensors
+        q, k, v, bias, key_weight, mask, alibi_slopes = _aligned(
+            q, k, v, bias, key_weight, mask, alibi_slopes, leading
+        )
+        out, lse = compute(
+            Tensors(q, k, v, bias, key_weight, mask, None, None, None, seed, alibi_slopes)
+        )
+        if len(leading) > 2:
+            out = out.unflatten(0, leading[:-1])
+            lse = None if lse is None else lse.unflatten(0, leading[:-1])
+        return out, lse
+
+    return expanded
+
+
+def _aligned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    leading: tuple[int, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The tensors at one rank (key_weight: one less, alibi_slopes: two less), with at most two leading dims.
+
+    The leading dims of q, k, v are expanded; the other tensors have dims of 1 in front.
+    """
+    rank = max(q.dim(), k.dim(), v.dim())
+
+    def same_rank(x: Tensor) -> Tensor:
+        return x.reshape(*(1,) * (rank - x.dim()), *x.shape) if x.dim() < rank else x
+
+    def fold(x: Tensor) -> Tensor:
+        if rank <= 5:
+            return x
+        outer = x.shape[:-4]
+        return (
+            x.flatten(0, -5)
+            if outer.numel() == 1
+            else x.expand(*leading[:-1], *x.shape[-4:]).flatten(0, -5)
+        )
+
+    def expanded(x: Tensor) -> Tensor:
+        # A tensor that has the dims already needs no view, and autograd no node; a compiler would make it a
+        # condition.
+        if not (torch.compiler.is_compiling() or is_traced()) and x.shape[:-3] == leading:
+            return x
+        return x.expand(*leading, *x.shape[-3:])
+
+    q, k, v = (same_rank(x) for x in (q, k, v))
+    if rank > 3:
+        q, k, v = (expanded(x) for x in (q, k, v))
+    rows = None if key_weight is None else key_weight.unsqueeze(-2)  # [*, Hk, 1, Sk]
+    heads = None if alibi_slopes is None else alibi_slopes[..., None, None]  # [*, Hq, 1, 1]
+    bias, rows, mask, heads = (
+        None if x is None else fold(same_rank(x)) for x in (bias, rows, mask, heads)
+    )
+    key_weight = None if rows is None else rows.squeeze(-2)
+    return (
+        fold(q),
+        fold(k),
+        fold(v),
+        bias,
+        key_weight,
+        mask,
+        None if heads is None else heads[..., 0, 0],
+    )

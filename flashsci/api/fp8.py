@@ -1,0 +1,261 @@
+"""Attention on 8-bit floats: `attention` and `varlen_attention` for q, k, v in float8_e4m3fn."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsci.call import arguments, transforms
+from flashsci.call.fp8_ops import FP8, FP8Attention, FP8Scalars, FP8Tensors, rows_per_scale
+from flashsci.call.tracing import count_flops, hides_sizes
+from flashsci.choice import registry
+
+OUT_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Given(NamedTuple):
+    """The tensors and options of a call that `attention` and `varlen_attention` pass on together."""
+
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    out_dtype: torch.dtype | None
+    # Features of Problem that these calls do not have, by name.
+    bias: Tensor | None = None
+    key_weight: Tensor | None = None
+    mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, given: Given, options: arguments.Options, backend: str
+) -> Any:
+    """`flashsci.attention` of 8-bit floats: out, or with return_lse (out, lse)."""
+    call = describe(q, k, v, given, options)
+    name = _decide(*call, backend)
+    count_flops()
+    scales: tuple[Tensor | None, ...] = given[:3]
+    leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    if not (q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and q.dim() == k.dim() == v.dim()):
+        pairs = [_expanded(x, s, leading) for x, s in zip((q, k, v), scales, strict=True)]
+        (q, k, v), scales = zip(*pairs, strict=True)
+    if len(leading) > 2:
+        fold = len(leading) - 2
+        q, k, v = (x.reshape(-1, *x.shape[fold + 1 :]) for x in (q, k, v))
+        scales = tuple(
+            s if s is None or s.dim() == 0 else s.reshape(-1, *s.shape[fold + 1 :]) for s in scales
+        )
+    out, lse = _run(name, q, k, v, scales, None, None, options, None, None, given.out_dtype)
+    if len(leading) > 2:
+        out = out.unflatten(0, leading[:-1])
+        lse = lse.unflatten(0, leading[:-1]) if options.return_lse else lse
+    return (out, lse) if options.return_lse else out
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    longest: tuple[int | None, int | None],
+    given: Given,
+    options: arguments.Options,
+    validate: bool,
+    backend: str,
+) -> Any:
+    """`flashsci.varlen_attention` of 8-bit floats: out, or with return_lse (out, lse)."""
+    call = describe(q, k, v, given, options, cu_seqlens)
+    if arguments.contents_are_seen(cu_seqlens[0], validate):
+        arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens[0], q.shape[0], longest[0])
+        arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens[1], k.shape[0], longest[1])
+    name = _decide(*call, backend)
+    count_flops()
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    out, lse = _run(name, q, k, v, given[:3], *cu_seqlens, options, *longest, given.out_dtype)
+    out = out.transpose(0, 1)
+    return (out, lse) if options.return_lse else out
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Given,
+    options: arguments.Options,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Any, ...]:
+    """The arguments of registry.problem_of for a call, checked except for the contents of its offsets.
+
+    Raises:
+        TypeError, ValueError: as :func:`flashsci.attention` documents.
+    """
+    if not q.dtype == k.dtype == v.dtype == FP8:
+        _refuse_dtypes(q, k, v, given)
+    others = {name: x for name, x in given._asdict().items() if name != "out_dtype"}
+    arguments.check_types(q, k, v, **others)
+    if q.is_nested:
+        raise ValueError(
+            "jagged float8_e4m3fn tensors are not served; give their values() and offsets() to flashsci.varlen_attention"
+        )
+    arguments.same_device(q, k=k, v=v, **others)
+    edges = (
+        {} if cu_seqlens is None else dict(cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
+    )
+    transforms.check("float8", q=q, k=k, v=v, **others, **edges)
+    if given.out_dtype not in (None, *OUT_DTYPES):
+        raise TypeError(
+            f"out_dtype must be torch.bfloat16 (the default) or torch.float16, got {given.out_dtype!r}"
+        )
+    features = options.features(None, None, None, None, False)
+    features |= dict(
+        bias_shape=None if given.bias is None else (), key_weight=given.key_weight is not None, mask=given.mask is not None,
+        alibi=given.alibi_slopes is not None, sink=given.sink is not None,
+    )  # fmt: skip
+    options.check()
+    arguments.check_head_dims(q, k, v)
+    heads = _check_dense(q, k, v) if cu_seqlens is None else _check_packed(q, k, v, cu_seqlens)
+    sequences = -1 if cu_seqlens is None else cu_seqlens[0].shape[0] - 1
+    for name, x, scale in zip("qkv", (q, k, v), given[:3], strict=True):
+        _check_scale(f"{name}_scale", scale, x, sequences)
+    features["varlen"] = cu_seqlens is not None
+    if not hides_sizes(q, k, v):
+        if cu_seqlens is None:
+            leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+            features.update(batch=tuple(leading), seq_q=q.shape[-2], seq_k=k.shape[-2])
+        else:
+            features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])
+    return registry.call(q, v, *heads, features)
+
+
+def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor, given: Given) -> None:
+    dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
+    if FP8 in (q.dtype, k.dtype, v.dtype):
+        raise TypeError(
+            f"q, k, v must share one dtype, got {dtypes}; flashsci.quantize makes float8_e4m3fn of what is not"
+        )
+    names = [n for n in ("q_scale", "k_scale", "v_scale", "out_dtype") if getattr(given, n) is not None]  # fmt: skip
+    raise TypeError(
+        f"{', '.join(names)} belong{'s' if len(names) == 1 else ''} to float8_e4m3fn q, k, v (flashsci.quantize makes them), got "
+        f"{dtypes}; leave {'it' if len(names) == 1 else 'them'} out"
+    )
+
+
+def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() < 2:
+            raise ValueError(
+                f"{name} must have at least two dims [S, D], got shape {list(x.shape)}"
+            )
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}"
+        )
+    heads_q, heads_k, heads_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v))
+    arguments.check_heads(heads_q, heads_k, heads_v)
+    try:
+        torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    except RuntimeError as error:
+        shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        raise ValueError(
+            f"the leading dims (before heads) of q, k, v do not broadcast: {shapes}"
+        ) from error
+    return heads_q, heads_k
+
+
+def _check_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor]
+) -> tuple[int, int]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"packed {name} must have shape [T, H, D], got {list(x.shape)}")
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(
+            f"k and v must have the same number of packed rows, got {k.shape[0]} and {v.shape[0]}"
+        )
+    arguments.check_heads(q.shape[1], k.shape[1], v.shape[1])
+    for name, edges in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
+        arguments.check_cu_seqlens(name, edges, q)
+    if cu_seqlens[0].shape != cu_seqlens[1].shape:
+        counts = f"{cu_seqlens[0].shape[0] - 1} and {cu_seqlens[1].shape[0] - 1}"
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}"
+        )
+    return q.shape[1], k.shape[1]
+
+
+def _check_scale(name: str, scale: Tensor | None, x: Tensor, sequences: int) -> None:
+    if scale is None:
+        return
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, got {scale.dtype}; call .float()")
+    inner = x.transpose(0, 1) if sequences >= 0 else x
+    if rows_per_scale(scale, inner, sequences) is not None:
+        return
+    rows = inner.shape[-2]
+    if sequences >= 0:
+        heads = inner.shape[0]
+        shapes = f"a sequence and head ([{sequences}, {heads}]) or a block of 128 or 64 rows ([{rows // 128 + sequences} or {rows // 64 + sequences}, {heads}])"  # fmt: skip
+    else:
+        outer = ", ".join(map(str, x.shape[:-2]))
+        comma = ", " if outer else ""
+        shapes = f"a head ([{outer}]) or a block of 128 or 64 rows ([{outer}{comma}{-(-rows // 128)} or {-(-rows // 64)}])"
+    raise ValueError(
+        f"{name} must have one number for all ([]), {shapes}, got {arguments.shape_of(scale)}; flashsci.quantize makes it"
+    )
+
+
+def _expanded(x: Tensor, scale: Tensor | None, leading: torch.Size) -> tuple[Tensor, Tensor | None]:
+    """x as ``[*leading, H, S, D]``, and its scale with the same leading dims."""
+    heads = x.shape[-3:] if x.dim() > 2 else (1, *x.shape)
+    if scale is not None and scale.dim() > 0:
+        blocks = scale.shape[x.dim() - 2 :]
+        scale = scale.reshape(*x.shape[:-3], heads[0], *blocks).expand(*leading, heads[0], *blocks)
+    return x.reshape(*x.shape[:-3], *heads).expand(*leading, *heads), scale
+
+
+def _run(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: tuple[Tensor | None, ...],
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    options: arguments.Options,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a backend, for tensors in the form of FP8Tensors."""
+    every = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
+    scalars = FP8Scalars(
+        every.max_seqlen_q, every.max_seqlen_k, every.scale, every.softcap, every.window_left, every.window_right,
+        every.lower_right, out_dtype or torch.bfloat16, options.return_lse,
+    )  # fmt: skip
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    offsets = (None if x is None else x.contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
+    return _LOADED[name](FP8Tensors(q, k, v, *scales, *offsets), scalars)
+
+
+# Backends that have these calls, and the modules of their ops.
+_HOMES = {
+    "reference": "flashsci.backends.reference_fp8",
+    "triton": "flashsci.backends.triton.plans.fp8",
+    "cuda": "flashsci.backends.cuda.fp8",
+    "cuda:sm90": "flashsci.backends.cuda.fp8",
+    "cuda:own": "flashsci.backends.cuda.fp8",
+}
+_LOADED: dict[str, FP8Attention] = {}
+
+
+@registry.settled
+def _decide(*call: Any) -> str:
+    """The backend for ``(*arguments of problem_of, backend argument)``; its op is then in _LOADED."""
+    name = registry.decide(*call)
+    if name not in _LOADED:
+        _LOADED[name] = importlib.import_module(_HOMES[name]).OP
+    return name

@@ -1,0 +1,1 @@
+"""Triton kernels and the functions that they share; nothing here plans or launches one."""

@@ -1,0 +1,1 @@
+"""The way from a checked call to its kernels: problems, plans, ops, autograd nodes."""

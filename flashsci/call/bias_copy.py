@@ -1,0 +1,74 @@
+"""Copies of a bias whose keys are not neighbours in memory: ``[.., Sq, Sk, H]`` with permuted dims, as a Linear over
+pairs leaves it.
+
+Kernels read the copy. The gradient goes back in the order of the bias, which the Linear's own backward reads without
+a copy. torch's copy between such orders takes several times as long, because it moves numbers one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.call import ops
+from flashsci.call.ops import Tensors, empty_with_inner_keys, with_inner_keys
+from flashsci.choice import registry
+
+#: Elements from which a kernel saves more than its extra Python time, compared with torch's copy.
+MANY = 1 << 18
+
+
+def choose(tensors: Tensors) -> Callable[[Tensor], Tensor]:
+    """A function that copies the bias of plain tensors like these, differentiable to any order: a Triton kernel, or
+    torch."""
+    bias = tensors.bias
+    if (
+        bias is None
+        or bias.device.type != "cuda"
+        or bias.numel() < MANY
+        or bias.dim() > 5
+        or bias.element_size() > 4
+        or registry.BACKENDS["triton"].unavailable() is not None
+    ):
+        return with_inner_keys
+    return copied
+
+
+def copied(bias: Tensor) -> Tensor:
+    """The copy of :func:`flashsci.call.ops.with_inner_keys`, by a kernel."""
+    if bias.requires_grad and torch.is_grad_enabled():
+        found: Tensor = InnerKeys.apply(bias)
+        return found
+    return _fill(bias, empty_with_inner_keys(bias))
+
+
+class InnerKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor) -> Tensor:
+        ctx.kind = tuple(bias.shape), bias.stride()
+        return _fill(bias, empty_with_inner_keys(bias))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or gradient.stride(-1) != 1 or not ops.plain((gradient,)):
+            return gradient  # it is to be differentiated, or its order is not known
+        shape, back = _order(*ctx.kind)
+        target = torch.empty(shape, dtype=gradient.dtype, device=gradient.device)
+        return _fill(gradient, target.permute(back))
+
+
+@functools.lru_cache(maxsize=1024)
+def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Sizes of a contiguous tensor in the memory order of a tensor, and the permutation to the order of its dims."""
+    order = sorted(range(len(shape)), key=lambda d: -stride[d])
+    return [shape[d] for d in order], [order.index(d) for d in range(len(shape))]
+
+
+def _fill(source: Tensor, target: Tensor) -> Tensor:
+    from flashsci.backends.triton.plans.copy import copied
+
+    return copied(source, target)

@@ -1,0 +1,107 @@
+"""The step from a planned call to the kernels of its backend, with autograd nodes where needed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.api.dropout import check_dropout, draw_seed
+from flashsci.call import arguments, second_order
+from flashsci.call.ops import Given, Tensors, follow_layout, plain
+from flashsci.call.plans import Call, Plan, Run, remember
+from flashsci.call.tracing import count_flops, transforming_eagerly
+
+
+def run(
+    plan: Plan,
+    tensors: Tensors,
+    needs_grad: bool,
+    sink: Tensor | None = None,
+    call: Call | None = None,
+    around: Callable[[Run], Run] = lambda run: run,
+    reads_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of the backend that a plan names, with autograd nodes where needed.
+
+    Args:
+        call: the key and the tensors of the call, if it may be remembered.
+        around: wraps the function that computes from these tensors into one that computes the whole call.
+        reads_lse: whether the caller reads the lse.
+    """
+    module = plan.module
+    count_flops()
+    if sink is not None:
+        from flashsci.call.sink import attend
+
+        return attend(plan, tensors, sink, needs_grad)
+    if not module.FUSED:
+        twice = needs_grad and plan.backend in second_order.BACKENDS
+        given = second_order.first_order(tensors) if twice else tensors
+        out, lse = module.forward(given, plan.scalars)
+        if twice:
+            out = second_order.differentiable_twice(out, tensors, plan.scalars)
+        return follow_layout(out, tensors.q), lse
+    # A compiler does not say which transforms it traces: there, a gradient may always be wanted.
+    if torch.compiler.is_compiling() or transforming_eagerly():
+        # Code that a compiler traces imports nothing from the package itself: torch before 2.12 accepts only modules
+        # of ModuleType.
+        from flashsci.call.autograd import Forward
+
+        given = tensors.inner_contiguous()
+        result: tuple[Tensor, Tensor] = Forward.apply(plan.backend, *given, *plan.scalars)
+        return result
+    direct = plain(tensors)
+    if direct and call is not None and plan.settled and not plan.scalars.dropout_p:
+        remember(call, around(_again(plan, tensors, needs_grad, reads_lse)))
+    if not plan.as_given:
+        tensors = plan.ready(tensors, needs_grad, direct)
+    if needs_grad:
+        nodes = _nodes()
+        apply = nodes.apply_directly if direct else nodes.EagerForward.apply
+        result = apply(plan, direct, *tensors)
+        return result
+    return plan.prepared(tensors)(tensors) if direct else module.forward(tensors, plan.scalars)
+
+
+def _again(plan: Plan, tensors: Tensors, needs_grad: bool, reads_lse: bool) -> Run:
+    """A run of later calls of plain tensors like these."""
+    if needs_grad:
+        record = _nodes().apply_directly
+
+        def run(given: Given) -> tuple[Tensor, Tensor]:
+            result: tuple[Tensor, Tensor] = record(plan, True, *given)
+            return result
+
+    elif plan.as_given:
+        prepared = plan.prepared(tensors)
+        discarding = None if reads_lse else getattr(prepared, "without_lse", None)
+        return prepared if discarding is None else discarding()
+    else:
+
+        def run(given: Given) -> tuple[Tensor, Tensor]:
+            return plan.prepared(given)(given)
+
+    if plan.as_given:
+        return run
+    return lambda given: run(plan.ready(Tensors(*given), needs_grad, True))
+
+
+@functools.cache
+def _nodes() -> Any:
+    """flashsci.call.autograd, which imports the compiler: not loaded before it is needed."""
+    return importlib.import_module("flashsci.call.autograd")
+
+
+def seed_for(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
+    """The given seed, checked and contiguous, or a fresh one."""
+    if dropout_seed is None:
+        return draw_seed(q.device)
+    check_dropout(dropout_p, dropout_seed)
+    arguments.check_type("dropout_seed", dropout_seed)
+    arguments.same_device(q, dropout_seed=dropout_seed)
+    return dropout_seed.contiguous()

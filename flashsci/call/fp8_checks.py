@@ -1,0 +1,82 @@
+"""The checks of the raw op of attention on 8-bit floats, for any caller."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
+from flashsci.call.op_checks import MAX_LENGTH, need, numbers, rows, same, shapes, whole
+
+OUT_DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIM = 256  # the largest of kernels
+
+
+def attention(tensors: FP8Tensors, scalars: FP8Scalars, head_dim: int = sys.maxsize) -> None:
+    """Check all of a call; its results are new tensors. ``head_dim``: the largest that a backend serves.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+    """
+    q, k, v, *scales, edges_q, edges_k = tensors
+    given = shapes(q=q, k=k, v=v)
+    rank = q.dim()
+    need(
+        2 <= rank <= 5 and k.dim() == v.dim() == rank,
+        f"q, k and v must have the same number of dims, 2 to 5: {given}",
+    )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        same(name, x, x.shape, (FP8,), q)
+    need(
+        q.shape[:-3] == k.shape[:-3] == v.shape[:-3],
+        f"the leading dims of q, k and v differ: {given}",
+    )
+    need(k.shape[:-1] == v.shape[:-1], f"k and v must have the same heads and keys: {given}")
+    need(q.shape[-1] == k.shape[-1], f"q and k must have the same head dim: {given}")
+    dims = q.shape[-1], v.shape[-1]
+    need(
+        min(dims) >= 1 and max(dims) <= head_dim,
+        f"head dims must be 1 to {head_dim}: {given}",
+    )
+    heads, heads_k = (x.shape[-3] if rank > 2 else 1 for x in (q, k))
+    need(
+        heads == 0 or (heads_k > 0 and heads % heads_k == 0),
+        f"the heads of q must be a multiple of those of k: {given}",
+    )
+    need(
+        max(q.shape[-2], k.shape[-2]) <= MAX_LENGTH,
+        f"sequences are limited to 2^29 rows: {given}",
+    )
+    need((edges_q is None) == (edges_k is None), "cu_seqlens_q and cu_seqlens_k go together")
+    if edges_q is not None and edges_k is not None:
+        need(rank == 3, f"packed tensors are [heads, tokens, dim]: {given}")
+        for name, x in (("cu_seqlens_q", edges_q), ("cu_seqlens_k", edges_k)):
+            need(
+                x.dim() == 1 and x.shape[0] >= 1,
+                f"{name} must be a vector of N + 1 offsets, got {list(x.shape)}",
+            )
+            same(name, x, edges_q.shape, (torch.int32,), q)
+    for name, scale, x in zip(("q_scale", "k_scale", "v_scale"), scales, (q, k, v), strict=True):
+        if scale is not None:
+            same(name, scale, scale.shape, (torch.float32,), q)
+            need(
+                rows_per_scale(scale, x, tensors.sequences) is not None,
+                f"{name} of shape {list(scale.shape)} does not fit a tensor of shape {list(x.shape)}; flashsci.quantize makes it",
+            )
+    numbers(scalars.scale, scalars.softcap, scalars.window_left, scalars.window_right)
+    check_out_dtype(scalars.out_dtype)
+
+
+def check_out_dtype(dtype: torch.dtype) -> None:
+    if dtype not in OUT_DTYPES:
+        allowed = " or ".join(map(str, OUT_DTYPES))
+        raise TypeError(f"flashsci: out_dtype must be {allowed}, got {dtype}")
+
+
+def as_kernels_read(tensors: FP8Tensors) -> FP8Tensors:
+    """The tensors, with copies of those that are not stored as kernels read them."""
+    q, k, v, q_scale, k_scale, v_scale, edges_q, edges_k = tensors
+    return FP8Tensors(
+        rows(q), rows(k), rows(v), q_scale, k_scale, v_scale, whole(edges_q), whole(edges_k)
+    )

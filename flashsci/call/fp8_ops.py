@@ -1,0 +1,148 @@
+"""The raw op of attention on 8-bit floats: its arguments, schema and fake kernel, and the allowed shapes of the
+scales.
+
+All are the same for every backend that has the op. ``flashsci::<backend>_fp8_attention`` returns (out, lse). It is
+opaque to a compiler and has no gradients. fp8_checks.py has its checks. Scales are not read on the host: NaN,
+infinity, zero or less is no error, and gives the result of the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsci.call.op_checks import implement, on_one_device
+from flashsci.call.ops import LIBRARY, empty_like_layout, plain
+from flashsci.call.problem import Problem
+
+FP8 = torch.float8_e4m3fn
+MOST = 448.0  # the largest number of e4m3
+BLOCKS = (128, 64)  # rows that may share a scale
+WHOLE = 1 << 30  # rows that share one where there are no blocks
+
+
+class FP8Tensors(NamedTuple):
+    """The tensors of one call, as kernels take them.
+
+    Dense: q ``[*, Hq, Sq, D]``, k ``[*, Hk, Sk, D]``, v ``[*, Hk, Sk, Dv]`` with equal leading dims, none to two.
+    Packed: q ``[Hq, Tq, D]`` and so on. All are e4m3 with a contiguous last dim; scales are fp32, with any strides,
+    in the shapes of :func:`rows_per_scale`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_scale: Tensor | None  # None: 1
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    cu_seqlens_q: Tensor | None  # int32 [N + 1], contiguous
+    cu_seqlens_k: Tensor | None
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences of a packed call; -1: dense."""
+        return -1 if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+
+class FP8Scalars(NamedTuple):
+    """The options of one call: 0 is off (softcap), -1 is none (windows) or unknown (longest lengths)."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    softcap: float
+    window_left: int
+    window_right: int
+    lower_right: bool
+    out_dtype: torch.dtype
+    return_lse: bool
+
+
+FP8Attention = Callable[[FP8Tensors, FP8Scalars], tuple[Tensor, Tensor]]
+"""A backend's function: returns out like q ``[..., Dv]`` and lse, or ``[0]`` if it is not asked for."""
+
+_ATTENTION = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
+    "SymInt window_right, bool lower_right, ScalarType out_dtype, bool return_lse) -> (Tensor out, Tensor lse)"
+)
+_T = len(FP8Tensors._fields)
+
+
+def empty_results(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
+    """Empty tensors for out and lse."""
+    q = tensors.q
+    out = empty_like_layout(q, (*q.shape[:-1], tensors.v.shape[-1]), scalars.out_dtype)
+    return out, q.new_empty(q.shape[:-1] if scalars.return_lse else (0,), dtype=torch.float32)
+
+
+def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Attention:
+    """Define a backend's op for the given dispatch keys; returns the function that calls it."""
+    name = f"{backend}_fp8_attention"
+    LIBRARY.define(name + _ATTENTION)
+
+    def grouped(*arguments: Any) -> tuple[FP8Tensors, FP8Scalars]:
+        return FP8Tensors(*arguments[:_T]), FP8Scalars(*arguments[_T:])
+
+    for key in keys:
+        implement(LIBRARY, name, lambda *arguments: attention(*grouped(*arguments)), key)
+    torch.library.register_fake(
+        f"flashsci::{name}",
+        on_one_device(lambda *arguments: empty_results(*grouped(*arguments))),
+        lib=LIBRARY,
+    )
+    run = getattr(torch.ops.flashsci, name).default
+
+    def direct(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = (
+            attention(tensors, scalars) if plain(tensors) else run(*tensors, *scalars)
+        )
+        return found
+
+    return direct
+
+
+def rows_per_scale(scale: Tensor | None, x: Tensor, sequences: int) -> int | None:
+    """The number of rows that share a number of ``scale``: one of BLOCKS, or WHOLE; None: the shape does not fit.
+
+    Args:
+        scale: ``[]``; for a dense x ``[*, H]`` or ``[*, H, blocks]`` with blocks = ceil(S / 128) or ceil(S / 64); for
+            a packed x ``[N, H]`` or ``[slots, H]`` with slots = T // 128 + N or T // 64 + N. Block b of sequence n,
+            counted from its first row at cu_seqlens[n], has the slot ``cu_seqlens[n] // block + n + b``: one for
+            each, found without a sum over the sequences before it. None: 1.
+        x: as in :class:`FP8Tensors`.
+        sequences: N, or -1 where x is dense.
+    """
+    if scale is None or scale.dim() == 0:
+        return WHOLE
+    rows = x.shape[-2]
+    if sequences >= 0:
+        if scale.dim() != 2 or scale.shape[1] != x.shape[0]:
+            return None
+        if scale.shape[0] == sequences:
+            return WHOLE
+        return next((b for b in BLOCKS if scale.shape[0] == rows // b + sequences), None)
+    if scale.shape == x.shape[:-2]:
+        return WHOLE
+    if scale.dim() != x.dim() - 1 or scale.shape[:-1] != x.shape[:-2]:
+        return None
+    return next((b for b in BLOCKS if scale.shape[-1] == -(-rows // b)), None)
+
+
+def lacks(problem: Problem) -> str | None:
+    """The reason why no kernel has a call on 8-bit floats, and the alternative; None if there is no reason."""
+    asked = (
+        (problem.bias, "bias"),
+        (problem.mask, "mask"),
+        (problem.key_weight, "key_weight"),
+        (problem.alibi, "alibi_slopes"),
+        (problem.sink, "sink"),
+        (problem.dropout_p, "dropout"),
+    )
+    names = [name for given, name in asked if given]
+    if not names:
+        return None
+    return f"float8_e4m3fn inputs have no {', '.join(names)}; dequantise them (x.float() * scale, in bfloat16) and call again"

@@ -1,0 +1,138 @@
+"""The checks that all raw ops share, with their messages, and the kinds of calls by which good calls are recognised.
+
+Anyone may call an op, and kernels do not check. So every op checks its own arguments: dtypes, devices, shapes,
+strides, numbers. It does not check the contents of tensors on a device, because that would wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.call import memory
+
+MAX_LENGTH = 1 << 29  # rows, their differences and sums with a window fit 32 bits
+MOST_KNOWN = 4096
+FP32_MAX = torch.finfo(torch.float32).max
+
+
+def need(condition: bool, message: str, kind: type[Exception] = ValueError) -> None:
+    if not condition:
+        raise kind(f"flashsci: {message}")
+
+
+def shapes(**tensors: Tensor) -> str:
+    return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
+
+
+def kinds(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """All properties of tensors that are checked, without their addresses."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+
+
+def remember(known: dict[Any, Any], key: Any, found: Any) -> Any:
+    """Keep the result of a kind of calls; if there are very many kinds, the earlier ones are forgotten."""
+    if len(known) >= MOST_KNOWN:
+        known.clear()
+    known[key] = found
+    return found
+
+
+def same(
+    name: str, x: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor
+) -> None:
+    """Check that x is a tensor of this shape and of one of these dtypes, on the device of ``like``."""
+    need(
+        x.device == like.device,
+        f"{name} is on {x.device} and the first tensor of the call on {like.device}; move it there",
+    )
+    wanted = " or ".join(str(d) for d in dict.fromkeys(dtypes))
+    need(x.dtype in dtypes, f"{name} must be {wanted}, got {x.dtype}", TypeError)
+    need(
+        tuple(x.shape) == tuple(shape), f"{name} must have shape {list(shape)}, got {list(x.shape)}"
+    )
+
+
+def inner_contiguous(name: str, x: Tensor) -> None:
+    """Check the rows of an x that is written or too large to be copied: its last dim is contiguous."""
+    need(
+        x.stride(-1) == 1 or x.shape[-1] == 1,
+        f"the last dim of {name} must be contiguous, got strides {list(x.stride())}; no copy of it is made",
+    )
+
+
+def rows(x: Tensor) -> Tensor:
+    """x, or a copy if its last dim is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def whole(x: Tensor | None) -> Tensor | None:
+    """x, or a copy if it is not contiguous."""
+    return None if x is None else x.contiguous()
+
+
+def numbers(
+    scale: float, softcap: float, window_left: int, window_right: int, most: float = FP32_MAX
+) -> None:
+    """Check the options that all ops share; ``most``: the largest number in which they compute."""
+    need(-most <= scale <= most, f"scale must be finite (at most {most:.1e}), got {scale}")
+    need(
+        0 <= softcap <= most, f"softcap must be >= 0 and finite (at most {most:.1e}), got {softcap}"
+    )
+    need(
+        window_left >= -1 and window_right >= -1,
+        f"window_left and window_right must be >= 0, or -1 for unbounded, got {window_left} and {window_right}",
+    )
+
+
+def apart(written: str, x: Tensor, **others: Tensor | None) -> None:
+    """Check that x, which an op writes, shares no memory with the others, which it reads."""
+    for name, y in others.items():
+        need(
+            y is None or not memory.share(x, y),
+            f"{written} shares memory with {name}, which is read while {written} is written; give {written} memory of its own, "
+            f"or {name}.clone()",
+        )
+
+
+def unfolded(name: str, x: Tensor) -> None:
+    need(
+        not memory.folds(x),
+        f"{name} is written, and elements of it share memory: shape {list(x.shape)}, strides {list(x.stride())}; "
+        f"give {name}.clone() or a new tensor",
+    )
+
+
+def implement(
+    library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str
+) -> None:
+    """Register an op's kernel for a dispatch key. torch accepts None for any tensor of a schema; here that raises."""
+    arguments = torch._C._get_schema(f"flashsci::{name}", "").arguments
+    needed = [(i, a.name) for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
+
+    def complete(*given: Any) -> Any:
+        for i, argument in needed:
+            if given[i] is None:
+                raise TypeError(f"flashsci: {argument} must be a torch.Tensor, got None")
+        return kernel(*given)
+
+    library.impl(name, complete, key)
+
+
+def on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake kernel that refuses tensors of several devices: torch also calls it if one is on "meta" and others are
+    not."""
+
+    def checked(*arguments: Any) -> Any:
+        found = {x.device for x in arguments if isinstance(x, Tensor)}
+        if len(found) > 1:
+            names = ", ".join(sorted(map(str, found)))
+            need(
+                False, f"all tensors of an op must be on one device, got {names}; move them to one"
+            )
+        return fake(*arguments)
+
+    return checked

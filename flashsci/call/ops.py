@@ -1,0 +1,458 @@
+"""The parts that the raw ops of every backend share: arguments, grouped and flat, output layouts, fake kernels, and
+batching under vmap.
+
+The ops themselves are defined next to their kernels: ``flashsci::cuda_*`` in C++ (csrc/bindings),
+``flashsci::triton_*`` in flashsci/backends/triton. They are functional, and know nothing of autograd:
+flashsci/call/autograd.py adds it. Python passes :class:`Tensors`, :class:`Scalars`, :class:`Saved` and :class:`Tangents`;
+schemas are flat, and only :data:`PASSES` converts one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from flashsci.call.op_checks import implement, on_one_device
+from flashsci.call.tracing import holds, is_traced
+
+LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
+
+
+def with_inner_keys(bias: Tensor) -> Tensor:
+    """A copy whose keys are neighbours, with the layout of :func:`empty_with_inner_keys`.
+
+    It is contiguous where the call is recorded, because the length may differ in the next call.
+    """
+    if torch.compiler.is_compiling() or is_traced():
+        return bias.contiguous()
+    return empty_with_inner_keys(bias).copy_(bias)
+
+
+def empty_with_inner_keys(bias: Tensor) -> Tensor:
+    """An empty tensor for such a copy; rows begin at multiples of 16 bytes, which Hopper's copies need."""
+    rest = -bias.shape[-1] % (16 // bias.element_size())
+    rows = bias.new_empty(*bias.shape[:-1], bias.shape[-1] + rest)
+    return rows[..., : bias.shape[-1]] if rest else rows
+
+
+class Tensors(NamedTuple):
+    """The tensors of one call, as kernels take them (docs/develop/extending.md has shapes and strides). The first
+    five have gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    key_weight: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    bias_offsets: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None  # fp32 [*, Hq], packed [N or 1, Hq]
+
+    def has_strided_bias(self) -> bool:
+        """Whether the bias is worth a copy: its keys are not neighbours in memory, and no dim is expanded.
+
+        For example, it came out of a Linear over pairs. A copy of an expanded bias would hold every repetition.
+        """
+        bias = self.bias
+        return (
+            bias is not None
+            and bias.dim() > 0
+            and bias.stride(-1) != 1
+            and bias.shape[-1] != 1
+            and all(n == 1 or s != 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
+        )
+
+    def inner_contiguous(
+        self, copied: Callable[[Tensor], Tensor] | None = with_inner_keys
+    ) -> Tensors:
+        """The tensors, with copies of q, k, v if their last dim is not contiguous, as kernels need it, and of a
+        strided bias.
+
+        ``copied`` makes the copy of the bias; None: no copy. Kernels take such a bias, but read it number by number,
+        and again for every head and batch member that shares it.
+        """
+        q, k, v, bias, *others = self
+        if copied is not None and bias is not None and self.has_strided_bias():
+            bias = copied(bias)
+        elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            return self
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return Tensors(q, k, v, bias, *others)
+
+    def laid_out(self) -> Tensors:
+        """The tensors, with copies of q, k, v, offsets and seed that are not stored as kernels read them.
+
+        Tensors from saved-tensor hooks may have any strides.
+        """
+        rows = self.inner_contiguous(None)
+        if all(x is None or x.is_contiguous() for x in rows[6:10]):
+            return rows
+        whole = [None if x is None else x.contiguous() for x in rows[6:10]]
+        return Tensors._make((*rows[:6], *whole, rows.alibi_slopes))
+
+
+#: The arguments of a prepared function: the fields of :class:`Tensors` in their order, in any sequence.
+Given = Sequence[Any]
+
+
+def packed(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any
+) -> Given:
+    """Packed tensors as users give them, [T, H, D], in the order of :class:`Tensors` as kernels take them."""
+    rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes
+
+
+class Scalars(NamedTuple):
+    """The options of one call, as kernels take them: 0 is off (softcap, dropout), -1 is none (windows) or unknown
+    (longest lengths)."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    softcap: float
+    window_left: int
+    window_right: int
+    lower_right: bool
+    dropout_p: float
+    precision: str
+    deterministic: bool
+
+
+class Saved(NamedTuple):
+    """The values that a forward leaves for derivatives. ``out`` and ``lse`` are detached."""
+
+    tensors: Tensors
+    out: Tensor
+    lse: Tensor
+    scalars: Scalars
+
+    def flat(self) -> tuple[Any, ...]:
+        return *self.tensors, self.out, self.lse, *self.scalars
+
+    @classmethod
+    def of(cls, flat: Sequence[Any]) -> Saved:
+        """The inverse of :meth:`flat`."""
+        return cls(Tensors(*flat[:_T]), flat[_T], flat[_T + 1], Scalars(*flat[_T + 2 :]))
+
+
+class Tangents(NamedTuple):
+    """One tangent for each of the tensors that have gradients; None for zero."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None
+    key_weight: Tensor | None
+
+
+_TENSOR_ARGS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_weight, Tensor? mask, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? bias_offsets, Tensor? dropout_seed, "
+    "Tensor? alibi_slopes"
+)
+_SCALAR_ARGS = (
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
+    "SymInt window_right, "
+    "bool lower_right, float dropout_p, str precision, bool deterministic"
+)
+FORWARD_SCHEMA = f"({_TENSOR_ARGS}, {_SCALAR_ARGS}) -> (Tensor out, Tensor lse)"
+BACKWARD_SCHEMA = (
+    f"(Tensor? dout, Tensor? dlse, {_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}, int "
+    "need) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dkey_weight)"
+)
+
+# Tangents of the tensors that have gradients; in the double backward, cotangents of their gradients.
+_TANGENT_ARGS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? tkey_weight"
+JVP_SCHEMA = (
+    f"({_TANGENT_ARGS}, {_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}) -> (Tensor tout, "
+    "Tensor tlse)"
+)
+DOUBLE_BACKWARD_SCHEMA = (
+    f"({_TANGENT_ARGS}, Tensor? dout, Tensor? dlse, {_TENSOR_ARGS}, Tensor out, Tensor lse, "
+    f"{_SCALAR_ARGS}, int need) "
+    "-> (Tensor gq, Tensor gk, Tensor gv, Tensor gbias, Tensor gkey_weight, Tensor gdout, "
+    "Tensor gdlse)"
+)
+
+NEED_Q, NEED_K, NEED_V, NEED_BIAS, NEED_KEY_WEIGHT, NEED_DOUT, NEED_DLSE = 1, 2, 4, 8, 16, 32, 64
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """All dims except the last, in order of falling stride; equal strides keep their order."""
+    stride = x.stride()
+    order: list[int] = []
+    for dim in range(
+        x.dim() - 1
+    ):  # only by comparisons: torch.compile cannot sort symbolic strides
+        place = len(order)
+        while place > 0 and holds(stride[order[place - 1]] < stride[dim]):
+            place -= 1
+        order.insert(place, dim)
+    return order
+
+
+def empty_like_layout(
+    like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Uninitialised dense tensor of ``shape`` with its leading dims in the memory order of ``like``.
+
+    The strides of ``like`` define that order. The last dim is innermost; equal strides keep their order. ``like`` and
+    ``shape`` have the same number of dims.
+    """
+    rank = len(shape)
+    order = _memory_order(like)
+    if order == list(range(rank - 1)):
+        return like.new_empty(shape, dtype=dtype)
+    strides = [1] * rank
+    step = shape[-1]
+    for dim in reversed(order):
+        strides[dim] = step
+        size = shape[dim]
+        step = step * (max(size, 1) if type(size) is int else torch.sym_max(size, 1))
+    return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def is_like(made: Tensor | None, x: Tensor) -> bool:
+    """Whether ``torch.empty_like(x)``, which is faster than a call with sizes and strides, gives a tensor like
+    ``made``."""
+    if made is None:
+        return False
+    found = torch.empty_like(x)
+    return (found.shape, found.stride(), found.dtype) == (made.shape, made.stride(), made.dtype)
+
+
+def follow_layout(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` with the memory layout of :func:`empty_like_layout`; differentiable, no copy if it already has it."""
+    order = [*_memory_order(like), x.dim() - 1]
+    inverse = sorted(range(x.dim()), key=order.__getitem__)
+    return x.permute(order).contiguous().permute(inverse)
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def fake_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Shapes, strides and dtypes of every backend's forward."""
+    q = tensors.q
+    out = empty_like_layout(q, (*q.shape[:-1], tensors.v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=statistics_dtype(q.dtype))
+
+
+def fake_backward(tensors: Tensors, need: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
+    empty."""
+    q, k, v, bias, key_weight = tensors[:5]
+
+    def gradient(like: Tensor, bit: int) -> Tensor:
+        return empty_like_layout(like, like.shape) if need & bit else like.new_empty((0,))
+
+    def summed(like: Tensor | None, bit: int) -> Tensor:
+        if like is None:
+            return q.new_empty((0,))
+        return like.new_empty(like.shape if need & bit else (0,))
+
+    dbias, dweight = summed(bias, NEED_BIAS), summed(key_weight, NEED_KEY_WEIGHT)
+    return gradient(q, NEED_Q), gradient(k, NEED_K), gradient(v, NEED_V), dbias, dweight
+
+
+def fake_double_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:
+    """Shapes, strides and dtypes of the backward's results, then of the gradients of dout and dlse."""
+    q, v = tensors.q, tensors.v
+    gout = q.new_empty(0)
+    if need & NEED_DOUT:
+        gout = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
+    shape = q.shape[:-1] if need & NEED_DLSE else (0,)
+    glse = q.new_empty(shape, dtype=statistics_dtype(q.dtype))
+    return (*fake_backward(tensors, need), gout, glse)
+
+
+_T, _L = len(Tensors._fields), len(Tangents._fields)
+
+
+class Pass(NamedTuple):
+    """One of the four computations of a backend: the schema of its raw op, and the conversion of its arguments in
+    both directions."""
+
+    schema: str
+    fake: Callable[..., Any]
+    flat: Callable[..., tuple[Any, ...]]  # the arguments of a backend's function -> those of the op
+    grouped: Callable[..., tuple[Any, ...]]  # and back
+
+
+PASSES = {
+    "forward": Pass(
+        FORWARD_SCHEMA,
+        lambda tensors, scalars: fake_forward(tensors),
+        lambda tensors, scalars: (*tensors, *scalars),
+        lambda *flat: (Tensors(*flat[:_T]), Scalars(*flat[_T:])),
+    ),
+    "backward": Pass(
+        BACKWARD_SCHEMA,
+        lambda dout, dlse, saved, need: fake_backward(saved.tensors, need),
+        lambda dout, dlse, saved, need: (
+            dout, dlse, *saved.flat(), need,
+        ),
+        lambda dout, dlse, *flat: (dout, dlse, Saved.of(flat[:-1]), flat[-1]),
+    ),
+    "jvp": Pass(
+        JVP_SCHEMA,
+        lambda tangents, saved: fake_forward(saved.tensors),
+        lambda tangents, saved: (
+            *tangents, *saved.flat(),
+        ),
+        lambda *flat: (Tangents(*flat[:_L]), Saved.of(flat[_L:])),
+    ),
+    "double_backward": Pass(
+        DOUBLE_BACKWARD_SCHEMA,
+        lambda tangents, dout, dlse, saved, need: fake_double_backward(saved.tensors, need),
+        lambda tangents, dout, dlse, saved, need: (
+            *tangents, dout, dlse, *saved.flat(), need,
+        ),
+        lambda *flat: (
+            Tangents(*flat[:_L]), flat[_L], flat[_L + 1], Saved.of(flat[_L + 2 : -1]), flat[-1],
+        ),
+    ),
+}  # fmt: skip
+
+
+def define(
+    backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[str]
+) -> Callable[..., Any]:
+    """Define ``flashsci::<backend>_<what>`` from Python, with one kernel for the given dispatch keys, a fake kernel
+    and a rule for vmap.
+
+    Args:
+        what: a key of :data:`PASSES`.
+        kernel: takes the grouped arguments of that pass.
+
+    Returns:
+        A function that calls the op with grouped arguments, as a backend's module offers it.
+    """
+    schema, fake, flat, grouped = PASSES[what]
+    name = f"{backend}_{what}"
+    LIBRARY.define(name + schema)
+    for key in keys:
+        implement(LIBRARY, name, lambda *arguments: kernel(*grouped(*arguments)), key)
+    torch.library.register_fake(
+        f"flashsci::{name}",
+        on_one_device(lambda *arguments: fake(*grouped(*arguments))),
+        lib=LIBRARY,
+    )
+    op = getattr(torch.ops.flashsci, name).default
+    register_vmap(op)
+
+    def call(*arguments: Any) -> Any:
+        given = flat(*arguments)
+        # torch's way to the same function costs a fifth of a small call's host time.
+        if plain(given):
+            return kernel(*arguments)
+        return op(*given)
+
+    return call
+
+
+_escaped = torch._C._functorch.is_functorch_wrapped_tensor
+_transforms = torch._C._are_functorch_transforms_active
+_modes = torch._C._len_torch_dispatch_stack
+_profiled = torch.autograd._profiler_enabled
+
+is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_OPTIONS = frozenset((NoneType, bool, int, float, str))
+
+
+def unseen() -> bool:
+    """Whether nothing observes the ops of a call: no compiler, functorch transform, mode or profiler.
+
+    torch.jit.trace is left to :func:`plain` and to the comparison of repeated calls, which sees its dispatch key.
+    """
+    return not (is_compiling() or _transforms() or _modes() or _profiled())
+
+
+def plain(given: Sequence[Any]) -> bool:
+    """Whether a call may bypass torch's dispatcher: it is :func:`unseen`, nothing traces it, and its arguments are
+    ordinary tensors.
+
+    None of them is a subclass, a symbol, a tensor that escaped from a functorch transform, a batch of the vmap behind
+    ``is_grads_batched``, or a tensor without memory (of device "meta"); and none has memory that holds its negative
+    (the imaginary part of a conjugate) or, for a tensor of zeros, nothing.
+    """
+    if not unseen() or is_traced():
+        return False
+    for x in given:
+        kind = type(x)
+        if kind in _TENSORS:
+            if x.is_neg() or x._is_zerotensor() or _escaped(x) or is_legacy_batch(x) or x.is_meta:
+                return False
+        elif kind not in _OPTIONS:
+            return False
+    return True
+
+
+# Tensors that kernels read along the last dim with stride 1; and tensors that they read as one block.
+_ROWS = frozenset(("q", "k", "v", "dout", "out", "tq", "tk", "tv"))
+_BLOCKS = frozenset(("lse", "dlse"))
+# Arguments with leading dims, which torch.vmap may map.
+_MAPPED = _ROWS | _BLOCKS | {"bias", "key_weight", "mask", "tbias", "tkey_weight"}
+
+
+def register_vmap(op: Any) -> None:
+    """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
+
+    Samples run one after the other where one batch would give something else: where q has no leading dim left (two
+    nested vmaps of ``[B, H, S, D]``), in packed calls, whose tensors have no leading dims, under dropout, whose
+    entries depend on the index in the batch, and where another argument (offsets, a seed) is mapped.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    tensors = tuple(p for p, name in enumerate(names) if name in _MAPPED)
+    packed = names.index("cu_seqlens_q")
+    dropout = names.index("dropout_p") if "dropout_p" in names else None
+
+    def laid_out(x: Tensor, position: int) -> Tensor:
+        """``x`` as the op takes it: vmap may leave any dim innermost, or expand."""
+        name = names[position]
+        if name in _BLOCKS or (name in _ROWS and x.stride(-1) != 1):
+            return x.contiguous()
+        return x
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        mapped = [p for p, dim in enumerate(in_dims) if dim is not None]
+        alone = (
+            args[packed] is not None
+            or (dropout is not None and args[dropout] != 0)
+            or any(p not in tensors for p in mapped)
+        )
+        samples = {
+            p: args[p].expand(info.batch_size, *args[p].shape)
+            if in_dims[p] is None  # expanded too: its gradient is wanted per sample
+            else args[p].movedim(in_dims[p], 0)
+            for p in (*tensors, *(p for p in mapped if p not in tensors))
+            if args[p] is not None
+        }
+
+        def call(of: Callable[[Tensor], Tensor]) -> Any:
+            return op(
+                *(laid_out(of(samples[p]), p) if p in samples else x for p, x in enumerate(args))
+            )
+
+        if not alone and all(x.dim() <= 5 for x in samples.values()):
+            results = call(lambda x: x)
+            # Gradients that are not needed have no batch dim.
+            return results, tuple(0 if y.dim() > 1 else None for y in results)
+        each = [call(lambda x, n=n: x[n]) for n in range(info.batch_size)]  # type: ignore[misc]
+        results = tuple(torch.stack(ys) for ys in zip(*each, strict=True))
+        return results, (0,) * len(results)
+
+    torch.library.register_vmap(op, rule, lib=LIBRARY)

@@ -1,0 +1,124 @@
+"""The raw ops of paged attention: their arguments, schemas and fake kernels, the same for every backend that has them.
+
+``flashsci::<backend>_paged_attention`` writes into the ``out`` it is given and returns the lse, so that a serving
+engine's own buffer is filled without a copy; ``flashsci::<backend>_write_kv_cache`` writes into the caches. Both are
+opaque to a compiler and have no gradients. paged_checks.py has their checks.
+
+Numbers in tensors stay on the device. Impossible pages, lengths and slots are clamped or skipped; a scale of NaN,
+infinity, zero or less gives the result of the formula. Neither is an error, and neither accesses memory beyond a
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsci.call.op_checks import implement, on_one_device
+from flashsci.call.ops import LIBRARY, plain, statistics_dtype
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class PagedTensors(NamedTuple):
+    """The tensors of one call, as kernels take them: the last dim of the first three and all of the next three contiguous."""
+
+    q: Tensor  # [T, Hq, D]
+    k_cache: Tensor  # [pages, page, Hk, D], q's dtype or one of FP8
+    v_cache: Tensor  # [pages, page, Hk, Dv]
+    block_table: Tensor  # int32 [N, max_pages]
+    seqused_k: Tensor  # int32 [N]
+    cu_seqlens_q: Tensor  # int32 [N + 1]
+    sink: Tensor | None  # [Hq], q's dtype or fp32
+    k_scale: Tensor | None  # fp32 [N, Hk], any strides
+    v_scale: Tensor | None
+
+
+class PagedScalars(NamedTuple):
+    """The options of one call: 0 is off (softcap), -1 is none (windows) or unknown (the longest length)."""
+
+    max_seqlen_q: int
+    scale: float
+    softcap: float
+    window_left: int
+    window_right: int
+    return_lse: bool
+
+
+class PagedOps(NamedTuple):
+    """The paged functions of a backend."""
+
+    attention: Callable[[PagedTensors, Tensor, PagedScalars], Tensor]
+    """Fills out ``[T, Hq, Dv]`` and returns the lse ``[Hq, T]``, or ``[0]`` if it is not asked for."""
+    write_kv_cache: Callable[..., None] | None
+    """(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale): scales fp32 ``[Hk]`` or None. None: it has none."""
+
+
+_ATTENTION = (
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seqused_k, Tensor cu_seqlens_q, Tensor? sink, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, int max_seqlen_q, float scale, float softcap, int window_left, "
+    "int window_right, bool return_lse) -> Tensor"
+)
+_WRITE = (
+    "(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? k_scale, "
+    "Tensor? v_scale) -> ()"
+)
+_T = len(PagedTensors._fields)
+
+
+def empty_lse(q: Tensor, wanted: bool) -> Tensor:
+    """An empty tensor for the lse of q ``[T, Hq, D]``."""
+    shape = (q.shape[1], q.shape[0]) if wanted else (0,)
+    return q.new_empty(shape, dtype=statistics_dtype(q.dtype))
+
+
+def register_fake(name: str) -> None:
+    """Register the fake kernel of an op of attention, for compilers."""
+    wanted = _T + 1 + PagedScalars._fields.index("return_lse")
+    torch.library.register_fake(
+        f"flashsci::{name}",
+        on_one_device(lambda *given: empty_lse(given[0], given[wanted])),
+        lib=LIBRARY,
+    )
+
+
+def define(
+    backend: str, attention: Callable[..., Any], write: Callable[..., Any], keys: Sequence[str]
+) -> PagedOps:
+    """Define a backend's two ops for the given dispatch keys.
+
+    Args:
+        attention: takes (tensors, out, scalars) and returns the lse.
+        write: takes the arguments of the op.
+    """
+    names = f"{backend}_paged_attention", f"{backend}_write_kv_cache"
+    for name, schema in zip(names, (_ATTENTION, _WRITE), strict=True):
+        LIBRARY.define(name + schema)
+
+    def flat(*arguments: Any) -> Tensor:
+        tensors, out, scalars = arguments[:_T], arguments[_T], arguments[_T + 1 :]
+        lse: Tensor = attention(PagedTensors(*tensors), out, PagedScalars(*scalars))
+        return lse
+
+    for key in keys:
+        implement(LIBRARY, names[0], flat, key)
+        implement(LIBRARY, names[1], write, key)
+    register_fake(names[0])
+    torch.library.register_fake(
+        f"flashsci::{names[1]}", on_one_device(lambda *arguments: None), lib=LIBRARY
+    )
+    run, store = (getattr(torch.ops.flashsci, name).default for name in names)
+
+    # torch's way to the same functions costs a third of a step's host time.
+    def direct(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
+        plainly = plain((*tensors, out))
+        lse: Tensor = attention(tensors, out, scalars) if plainly else run(*tensors, out, *scalars)
+        return lse
+
+    def direct_write(*arguments: Tensor | None) -> None:
+        write(*arguments) if plain(arguments) else store(*arguments)
+
+    return PagedOps(direct, direct_write)

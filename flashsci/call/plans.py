@@ -1,0 +1,224 @@
+"""Plans: the decisions made once for calls of one kind: whose kernels compute them, with which options, and how they
+launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flashsci.call import bias_copy, repeats
+from flashsci.call.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys
+from flashsci.call.tracing import casts_to, rounds_products, transforming
+from flashsci.call.transforms import wanted
+from flashsci.choice import registry
+
+autocasting = torch._C._is_any_autocast_enabled
+deterministic, grad_enabled = torch._C._get_deterministic_algorithms, torch.is_grad_enabled
+
+
+def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The properties of tensors that plans depend on: shape, strides, dtype and device of each."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+
+
+def gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Flags of the tensors for which a call needs derivatives: never empty, so that it counts as true."""
+    if transforming():
+        return tuple(map(wanted, tensors))
+    return tuple([x is not None and x.requires_grad for x in tensors])
+
+
+Run = Callable[[Given], tuple[Tensor, Tensor]]
+Gradients = tuple[Tensor | None, ...]
+
+
+class Plan:
+    """The decisions that follow from a call's tensors (by their signature) and options, and the function that
+    computes it.
+
+    Inside a model, between other work, a call costs the host several times its cost in a loop: nothing that Python
+    touches is in a cache. Therefore all decisions are made once for calls of one kind.
+    """
+
+    __slots__ = (
+        "_backwards",
+        "_copied",
+        "_forward",
+        "_leaves_bias",
+        "as_given",
+        "backend",
+        "leading",
+        "module",
+        "scalars",
+    )
+
+    def __init__(
+        self,
+        backend: str,
+        module: ModuleType,
+        scalars: Scalars,
+        leading: tuple[int, ...] | None = None,
+    ) -> None:
+        self.backend, self.module, self.scalars = backend, module, scalars
+        # Leading dims to expand q, k, v to; None: equal ranks and dims already.
+        self.leading = leading
+        self.as_given = False  # whether kernels are known to take these tensors without a copy
+        self._leaves_bias: bool | None = None  # whether kernels take it as it is
+        self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
+        self._forward: Run | None = None
+        self._backwards: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def settled(self) -> bool:
+        """Whether :meth:`ready` has found out what it does."""
+        return self._leaves_bias is not None
+
+    def ready(self, tensors: Tensors, needs_grad: bool, direct: bool = False) -> Tensors:
+        """The tensors as kernels take them, with copies where needed. ``direct``: they are plain (``ops.plain``)."""
+        rows = tensors.inner_contiguous(None)
+        if self._leaves_bias is None:
+            # A copy that the gradients need as well is made here, for both.
+            strided = rows.has_strided_bias() and hasattr(self.module, "takes_bias")
+            self._leaves_bias = strided and self.module.takes_bias(rows, self.scalars, needs_grad)
+            if rows.has_strided_bias():
+                self._copied = bias_copy.choose(rows)
+        copied = self._copied if direct else with_inner_keys
+        given = rows if self._leaves_bias else rows.inner_contiguous(copied)
+        self.as_given = given is tensors
+        return given
+
+    def prepared(self, tensors: Given) -> Run:
+        """A function that computes out and lse of plain tensors like these, as kernels take them."""
+        run = self._forward
+        if run is None:
+            given = Tensors(*tensors)
+            run = self._forward = registry.prepared_forward(self.module, given, self.scalars)
+        return run
+
+    def repeated_backward(
+        self, dout: Tensor | None, dlse: Tensor | None, saved: Given, need: int
+    ) -> Gradients | None:
+        """:meth:`backward` where an equal backward has been computed before; else None. Takes tensors of any kind.
+        ``saved``: with out and lse."""
+        kept = self._backwards.get((need, dout is None, dlse is None))
+        if kept is None or not alone():
+            return None
+        run = repeats.find(kept, [x for x in (*saved, dout, dlse) if x is not None])
+        if run is None:
+            return None
+        *tensors, out, lse = saved
+        found: Gradients = run(dout, dlse, tensors, out, lse)
+        return found
+
+    def backward(
+        self, dout: Tensor | None, dlse: Tensor | None, saved: Given, need: int
+    ) -> Gradients:
+        """dq, dk, dv, dbias, dkey_weight of plain tensors, None where ``need`` does not name them. ``saved``: with
+        out and lse."""
+        # All tensors are examined: hooks of saved tensors may have returned others than were given.
+        key = (need, *signature(*saved, dout, dlse))
+        *tensors, out, lse = saved
+        run = self._backwards.get(key)
+        if run is None:
+            given = Tensors(*tensors)
+            kept = Saved(given.laid_out(), out, lse, self.scalars)
+            run = registry.prepared_backward(self.backend, dout, dlse, kept, need)
+            if kept.tensors is not given:
+                run = _laying_out(run)
+            if len(self._backwards) >= MOST_BACKWARDS:
+                self._backwards.clear()
+            self._backwards[key] = run
+        present = [x for x in (*saved, dout, dlse) if x is not None]
+        repeats.keep(self._backwards, (need, dout is None, dlse is None), present, run)
+        found: Gradients = run(dout, dlse, tensors, out, lse)
+        return found
+
+
+def _laying_out(run: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """A prepared backward for tensors that must be copied first."""
+
+    def backward(
+        dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
+    ) -> Gradients:
+        return run(dout, dlse, Tensors(*tensors).laid_out(), out, lse)
+
+    return backward
+
+
+# Plans by the keys that the entry points make. Repeated calls are stored here too, so that none outlives its plan.
+plans: dict[tuple[Any, ...], Any] = {}
+MOST_PLANS, MOST_BACKWARDS = 4096, 64
+
+
+def keep(key: tuple[Any, ...], plan: Any) -> Any:
+    """The plan, stored under its key."""
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan
+
+
+Call = tuple[Any, Sequence[Tensor]]  # the key of a call, and its tensors
+
+
+def alone() -> bool:
+    """Whether nothing observes a call's ops and no tangents are active; no comparison of tensors sees tangents."""
+    return unseen() and forward_ad._current_level < 0
+
+
+def present(*tensors: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+    """The tensors among these, and where there are none."""
+    return tuple([x for x in tensors if x is not None]), tuple([x is None for x in tensors])
+
+
+def repeated(
+    entry: Any, given: tuple[Any, ...], options: tuple[Any, ...], window: Any, backend: str
+) -> tuple[Run | None, Call | None]:
+    """The run of an earlier call that this one repeats, and the key by which :func:`remember` stores this one.
+
+    No argument has been checked yet: the first call of a kind goes another way, and calls that raise there are not
+    remembered. Both results are None where a call must be examined: if something else observes its ops, or if it
+    cannot be a plain one.
+
+    Args:
+        entry: names of the arguments and of the absent tensors.
+        given: all tensors that are present, q and k first.
+        options: all further arguments; window and backend are separate.
+    """
+    if not alone():
+        return None, None
+    try:
+        q = given[0]
+        key = (
+            # No shapes, because torch makes them anew at each request; the comparison sees them.
+            entry, q.numel(), given[1].numel(), options, window,
+            # 1, 1.0 and True are equal to a dict, but not to our checks.
+            tuple(map(type, options if window is None else (*options, *window))),
+            registry.requested(backend), grad_enabled(), deterministic(),
+            q.dtype is torch.float32 and rounds_products(q.dtype), autocasting() and casts_to(q),
+        )  # fmt: skip
+        kept = plans.get(key)
+        return None if kept is None else repeats.find(kept, given), (key, given)
+    except (AttributeError, RuntimeError, TypeError):
+        # Not a tensor; or a list or a symbol, which has no hash.
+        return None, None
+
+
+def as_given(call: Call | None, *tensors: Tensor | None) -> Call | None:
+    """The call, if it computes with the tensors it was given: casts and reshapes are not part of a repeat."""
+    used = [x for x in tensors if x is not None]
+    same = call is not None and len(call[1]) == len(used) and all(map(is_, call[1], used))
+    return call if same else None
+
+
+def remember(call: Call, run: Run) -> None:
+    """Store the run of a call of plain tensors so that :func:`repeated` finds it."""
+    if len(plans) >= 2 * MOST_PLANS:
+        plans.clear()
+    repeats.keep(plans, *call, run)

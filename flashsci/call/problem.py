@@ -1,0 +1,137 @@
+"""One attention call as plain data: the properties that decide the backend, and its least cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:
+    """Whether the gradient of a bias is a sum, so that tiles of dS do not hold it.
+
+    It is a sum over queries or, for 16 bits, over some of the ``leading`` dims of the scores (batch and heads). In
+    fp32, tiles can be added to it one by one.
+    """
+    if bias.dim() < 2 or bias.shape[-2] == 1 or bias.stride(-2) == 0:
+        return True
+    own = (*(1,) * (len(leading) + 2 - bias.dim()), *bias.shape[:-2])
+    return bias.dtype != torch.float32 and own != tuple(leading)
+
+
+def has_inner_heads(bias: Tensor) -> bool:
+    """Whether the heads of a bias are neighbours in memory and its keys are not.
+
+    This is ``[.., Sq, Sk, H]``, as a Linear over pairs leaves it, with its dims permuted.
+    """
+    return bias.dim() > 2 and bias.shape[-3] > 1 and bias.stride(-3) == 1 and bias.stride(-1) > 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes, dtypes, features and device of one call; hashable, holds no tensors.
+
+    ``seq_q`` and ``seq_k`` are the packed totals when ``varlen`` is set, and ``batch`` is the number of sequences.
+    Sizes that a compiler keeps symbolic are None, as is the shape of a bias that it hides. Whether a backend can
+    serve a call never depends on them; only the order of the backends does (flashsci/choice/preferences).
+    """
+
+    device_type: str  # "cuda" or "cpu"
+    capability: tuple[int, int] | None  # compute capability of a CUDA device
+    dtype: torch.dtype
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    batch: tuple[int, ...] | None = None  # leading dims
+    seq_q: int | None = None
+    seq_k: int | None = None
+    varlen: bool = False
+    bias_shape: tuple[int, ...] | None = None
+    bias_dtype: torch.dtype | None = None
+    bias_grad: bool = False
+    bias_summed: bool = False  # see `sums_bias`
+    inner_heads: bool = False  # those of the bias, see `has_inner_heads`
+    ragged_bias: bool = False
+    key_weight: bool = False
+    key_weight_grad: bool = False
+    alibi: bool = False
+    alibi_grad: bool = False
+    sink: bool = False
+    mask: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    lower_right: bool = False
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    return_lse: bool = False
+    requires_grad: bool = False
+    precision: str = "default"
+    deterministic: bool = False
+    paged: bool = False  # keys and values are in a paged cache; no gradients
+    cache_dtype: torch.dtype | None = None  # of that cache
+
+    @property
+    def bias(self) -> bool:
+        return self.bias_shape is not None or self.ragged_bias
+
+    @property
+    def few_scores(self) -> bool:
+        """Whether the scores of a dense call are at most half as many numbers as the rows of q, k, v and out.
+
+        Triton's kernels for wide heads require this, because they hold the scores in memory. False where sizes are
+        not known.
+        """
+        if self.varlen or self.seq_q is None or self.seq_k is None:
+            return False
+        width = self.head_dim + self.head_dim_v
+        return 2 * self.seq_q * self.seq_k <= (self.seq_q + self.seq_k) * width
+
+    def visible_pairs(self) -> int:
+        """Query-key pairs of one head that causal and window leave, summed over the batch (dense calls)."""
+        if self.batch is None or self.seq_q is None or self.seq_k is None:
+            raise ValueError("flops and bytes need concrete sizes")
+        shift = self.seq_k - self.seq_q if self.lower_right else 0
+        pairs = 0
+        if self.window_left < 0 and self.window_right < 0:
+            pairs = self.seq_q * self.seq_k
+        else:
+            for i in range(self.seq_q):
+                low = 0 if self.window_left < 0 else max(0, i + shift - self.window_left)
+                high = (
+                    self.seq_k
+                    if self.window_right < 0
+                    else min(self.seq_k, i + shift + self.window_right + 1)
+                )
+                pairs += max(0, high - low)
+        return pairs * math.prod(self.batch)
+
+    def flops(self, order: int = 0) -> int:
+        """Floating-point operations of the matrix products: order 0 forward, 1 backward alone (2.5
+        x forward)."""
+        forward = 2 * self.visible_pairs() * self.heads_q * (self.head_dim + self.head_dim_v)
+        backward = (
+            2 * self.visible_pairs() * self.heads_q * (3 * self.head_dim + 2 * self.head_dim_v)
+        )
+        return (forward, backward)[order]
+
+    def bytes(self, order: int = 0) -> int:
+        """Least bytes moved: each operand read once, each result written once."""
+        if self.batch is None or self.seq_q is None or self.seq_k is None:
+            raise ValueError("flops and bytes need concrete sizes")
+        item, batch = self.dtype.itemsize, math.prod(self.batch)
+        q = batch * self.heads_q * self.seq_q * self.head_dim * item
+        o = batch * self.heads_q * self.seq_q * self.head_dim_v * item
+        kv = batch * self.heads_k * self.seq_k * (self.head_dim + self.head_dim_v) * item
+        lse = batch * self.heads_q * self.seq_q * 4
+        bias = (
+            math.prod(self.bias_shape) * (self.bias_dtype or self.dtype).itemsize
+            if self.bias_shape
+            else 0
+        )
+        if order == 0:
+            return q + kv + o + lse + bias
+        return 2 * (q + kv + bias) + 2 * o + lse

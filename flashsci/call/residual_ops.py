@@ -1,0 +1,147 @@
+"""The raw ops of residual attention: their arguments, schemas and fake kernels, the same for every backend that has them.
+
+``flashsci::<backend>_residual_forward`` and ``_residual_backward`` are opaque to a compiler and know nothing of
+autograd: flashsci/api/residual.py has the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsci.call.op_checks import implement, on_one_device
+from flashsci.call.ops import LIBRARY, Scalars, Tensors, empty_like_layout
+
+MAX_HEAD_DIM = 128  # of kernels
+
+
+class ResidualCall(NamedTuple):
+    """One call, as kernels take it.
+
+    q ``[*, Hq, Sq, D]``, k ``[*, Hk, Sk, D]``, v ``[*, Hk, Sk, Dv]`` with equal leading dims, none to two; bias
+    broadcastable to the scores ``[*, Hq, Sq, Sk]``, with as many dims.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    dropout_seed: Tensor | None
+    scale: float
+    dropout_p: float
+    precision: str
+
+    @property
+    def tensors(self) -> Tensors:
+        q, k, v, bias, seed = self[:5]
+        return Tensors(q, k, v, bias, dropout_seed=seed)
+
+    @property
+    def scalars(self) -> Scalars:
+        return Scalars(
+            -1, -1, self.scale, 0.0, -1, -1, False, self.dropout_p, self.precision, False
+        )
+
+    def laid_out(self) -> ResidualCall:
+        """The call as Tensors.laid_out gives tensors: itself, or with copies."""
+        given, whole = self.tensors, self.tensors.laid_out()
+        if all(a is b for a, b in zip(given, whole, strict=True)):
+            return self
+        return ResidualCall(*whole[:4], whole.dropout_seed, *self[5:])
+
+    @property
+    def score_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.k.shape[-2])
+
+
+def scores_dtype(q: Tensor, bias: Tensor | None) -> torch.dtype:
+    """The wider one of the dtypes of q and the bias."""
+    return q.dtype if bias is None else torch.promote_types(q.dtype, bias.dtype)
+
+
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? dropout_seed, float scale, float dropout_p, "
+    "str precision"
+)
+_FORWARD = f"({_CALL}) -> (Tensor out, Tensor lse, Tensor scores)"
+_BACKWARD = (
+    f"(Tensor? dout, Tensor? dscores, {_CALL}, Tensor out, Tensor lse, Tensor? scores, bool need_bias) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor change)"
+)
+_N = len(ResidualCall._fields)
+
+
+class Kernels(NamedTuple):
+    """The residual functions of a backend."""
+
+    forward: Callable[[ResidualCall], tuple[Tensor, Tensor, Tensor]]
+    """Returns out, lse, scores."""
+    backward: Callable[..., tuple[Tensor, ...]]
+    """Returns dq, dk, dv and the gradient of the whole scores, empty unless ``need_bias``; takes (dout, dscores,
+    call, out, lse, scores, need_bias). ``scores``, which are read if they are float32, may be None: then they are
+    computed again, from the bias."""
+    prepared: Callable[[ResidualCall], Any]
+    """Both functions for plain tensors with the signature of a call's: ``forward(q, k, v, bias, dropout_seed)``, and
+    ``backward(dout, dscores, (q, k, v, bias, dropout_seed), out, lse, scores, need_bias)``. The latter returns a
+    function that computes the gradients for all tensors with the signature of these, in their order, with None in the
+    place of empty tensors."""
+
+
+def empty_scores(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty tensor for scores, or of their shape, with rows that begin at multiples of 16 bytes."""
+    step = 16 // dtype.itemsize
+    strides = [1, -(-shape[-1] // step) * step]
+    for n in reversed(shape[1:-1]):
+        strides.append(strides[-1] * n)
+    return q.new_empty_strided(tuple(shape), strides[::-1], dtype=dtype)
+
+
+def empty_results(call: ResidualCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors for out, lse and scores."""
+    q = call.q
+    out = empty_like_layout(q, (*q.shape[:-1], call.v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return out, lse, empty_scores(q, call.score_shape, scores_dtype(q, call.bias))
+
+
+def empty_gradients(call: ResidualCall, need_bias: bool) -> tuple[Tensor, ...]:
+    """Empty tensors for dq, dk, dv and the gradient of the scores."""
+    rows = [empty_like_layout(x, x.shape) for x in call[:3]]
+    dtype = scores_dtype(call.q, call.bias)
+    if not need_bias:
+        return *rows, call.q.new_empty(0, dtype=dtype)
+    return *rows, empty_scores(call.q, call.score_shape, dtype)
+
+
+def define(backend: str, kernels: Kernels, keys: Sequence[str]) -> Kernels:
+    """Define a backend's ops for the given dispatch keys; returns the functions that call them."""
+
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return kernels.forward(ResidualCall(*arguments))
+
+    def grouped(dout: Any, dscores: Any, *rest: Any) -> tuple[Any, ...]:
+        return dout, dscores, ResidualCall(*rest[:_N]), *rest[_N:]
+
+    def backward(*arguments: Any) -> tuple[Tensor, ...]:
+        return kernels.backward(*grouped(*arguments))
+
+    ops = []
+    for what, schema, function, fake in (
+        ("forward", _FORWARD, forward, lambda *a: empty_results(ResidualCall(*a))),
+        ("backward", _BACKWARD, backward, lambda *a: empty_gradients(grouped(*a)[2], a[-1])),
+    ):
+        name = f"{backend}_residual_{what}"
+        LIBRARY.define(name + schema)
+        for key in keys:
+            implement(LIBRARY, name, function, key)
+        torch.library.register_fake(f"flashsci::{name}", on_one_device(fake), lib=LIBRARY)
+        ops.append(getattr(torch.ops.flashsci, name).default)
+    run, run_backward = ops
+    return Kernels(
+        lambda call: run(*call),
+        lambda dout, dscores, call, *rest: run_backward(dout, dscores, *call, *rest),
+        kernels.prepared,
+    )

@@ -1,0 +1,96 @@
+"""Second derivatives of calls that SDPA computed; SDPA's own graph ends at the first derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.backends.sdpa_kernels import laid_out
+from flashsci.call import recording
+from flashsci.call.ops import Scalars, Tensors
+from flashsci.call.tracing import transforming
+from flashsci.choice import registry
+
+BACKENDS = ("sdpa",)  # backends whose graphs end there
+_GRADIENTS = 4  # of q, k, v, bias: SDPA has none of key weights
+
+
+def differentiable_twice(out: Tensor, tensors: Tensors, scalars: Scalars) -> Tensor:
+    """``out`` of SDPA's graph, made twice differentiable where a second derivative may be wanted."""
+    if torch.compiler.is_compiling() or not out.requires_grad or transforming():
+        return out
+    result: Tensor = SecondOrder.apply(out, scalars, *tensors)
+    return result
+
+
+def first_order(tensors: Tensors) -> Tensors:
+    """The tensors as SDPA takes them on a GPU.
+
+    Without a request for a gradient, cuDNN's backward still returns one that has no derivative, and a recorded
+    backward would carry it along.
+    """
+    if not tensors.q.is_cuda or torch.compiler.is_compiling() or transforming():
+        return tensors
+    return Tensors(*FirstOrder.apply(*tensors[:_GRADIENTS]), *tensors[_GRADIENTS:])
+
+
+class FirstOrder(torch.autograd.Function):
+    """The tensors unchanged; in a recorded backward, gradients that return to them go no further."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        same = tuple(None if x is None else x.view_as(x) for x in tensors)
+        wanted = zip(same, ctx.needs_input_grad, strict=True)
+        ctx.mark_non_differentiable(*(x for x, need in wanted if x is not None and not need))
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None,) * len(gradients) if torch.is_grad_enabled() else gradients
+
+
+class SecondOrder(torch.autograd.Function):
+    """``out`` of SDPA's graph, unchanged, with a second derivative.
+
+    A plain backward goes on into SDPA's graph. A backward that is recorded for a derivative of its own does not: its
+    gradients of q, k, v, bias are those of Triton's kernels if they can serve the call, else the reference's, either
+    after a forward of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, scalars: Scalars, *tensors: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.scalars, ctx.strides = scalars, out.stride()
+        # autograd must not see a view: users may write to it, as to SDPA's own result.
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Any, ...]:
+        gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if dout is None:
+            return tuple(gradients)
+        if not (torch.is_grad_enabled() or transforming()):
+            gradients[0] = laid_out(dout, ctx.strides)
+            return tuple(gradients)
+        wanted = ctx.needs_input_grad[2:]
+        found = recording.gradients(_again(ctx.scalars), ctx.saved_tensors, wanted, (dout,))
+        return None, None, *found
+
+
+def _again(scalars: Scalars) -> Callable[..., tuple[Tensor]]:
+    """A function that computes out again from the tensors of a call, with derivatives of every available order."""
+
+    def compute(*given: Any) -> tuple[Tensor]:
+        tensors = Tensors(*given)
+        if tensors.q.is_cuda and registry.triton_rejects(tensors) is None:
+            from flashsci.call.autograd import Forward  # imports the compiler
+
+            return (Forward.apply("triton", *tensors.inner_contiguous(), *scalars)[0],)
+        return (registry.kernels("reference").forward(tensors, scalars)[0],)
+
+    return compute

@@ -1,0 +1,142 @@
+"""Attention sinks: one more logit per head in the softmax, without a value. Kernels do not compute them.
+
+With out and lse of the keys alone, and s the sink of their head, those of keys and sink are
+
+    out' = sigmoid(lse - s) out;  lse' = log(e^lse + e^s)
+
+Kernels recompute P = exp(S - lse) from the given lse. With out' and lse' their gradients are therefore those with the
+sink. The sink's own gradient is -sum_rows e^(s - lse') delta with delta = <dout, out'> - dlse'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from flashsci.call import recording
+from flashsci.call.ops import Saved, Tensors, follow_layout
+from flashsci.call.plans import Plan
+from flashsci.call.tracing import transforming
+from flashsci.choice import registry
+
+
+def attend(plan: Plan, tensors: Tensors, sink: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
+    """out and lse with a sink [Hq], differentiable to the order of the backend."""
+    module, scalars = plan.module, plan.scalars
+    found: tuple[Tensor, Tensor]
+    if not module.FUSED:  # the reference; SDPA refuses
+        out, lse = module.forward(tensors, scalars, sink)
+        return follow_layout(out, tensors.q), lse
+    tensors = tensors.inner_contiguous()
+    if torch.compiler.is_compiling() or transforming():
+        from flashsci.call.autograd import Forward  # imports the compiler
+
+        out, lse = Forward.apply(plan.backend, *tensors, *scalars)
+        return with_sink(out, lse, sink)
+    if needs_grad:
+        found = SinkForward.apply(plan, sink, *tensors)
+        return found
+    out, lse = module.forward(tensors, scalars)
+    return _in_place(out, lse, sink)
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """out' [*, Hq, Sq, Dv] and lse' [*, Hq, Sq]; all derivatives are those of the formula."""
+    share, whole = _share(lse, sink)
+    return (out * share.unsqueeze(-1)).to(out.dtype), whole
+
+
+def _in_place(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, for an out that nothing else uses: one pass over it, rounded once."""
+    share, whole = _share(lse, sink)
+    return out.mul_(share.unsqueeze(-1)), whole
+
+
+def _share(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """The share that the sink leaves to the keys, and lse'. Rows that see no key have lse -inf, and so may heads
+    without a sink."""
+    column = _column(sink, lse)
+    nothing = lse == -torch.inf
+    lse = lse.masked_fill(nothing, 0)
+    more = lse - column
+    share = torch.sigmoid(more).masked_fill(nothing, 0)
+    # From the larger of the two: nothing cancels.
+    whole = torch.where(more > 0, lse + softplus(-more), column + softplus(more))
+    return share, torch.where(nothing, column, whole)
+
+
+def _column(sink: Tensor, lse: Tensor) -> Tensor:
+    """sink in the shape that broadcasts to lse [*, Hq, Sq], or [Sq] without heads."""
+    sink = sink.to(lse.dtype)
+    return sink.unsqueeze(-1) if lse.dim() > 1 else sink
+
+
+class SinkForward(torch.autograd.Function):
+    """out, lse = attention with a sink, eagerly.
+
+    A plain backward is the kernels' own with out' and lse'. A backward that is recorded for a derivative of its own
+    runs another forward, and then goes through the graph of :func:`with_sink`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        out, lse = plan.module.forward(Tensors(*tensors), plan.scalars)
+        output = _in_place(out, lse, sink)
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        ctx.save_for_backward(sink, *tensors, *output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        sink, *tensors, out, lse = ctx.saved_tensors
+        plan, wanted = ctx.plan, ctx.needs_input_grad[1:]
+        if dout is None and dlse is None:
+            return (None,) * (1 + len(wanted))
+        if torch.is_grad_enabled() or transforming():  # for a derivative of its own
+            return None, *_recorded(plan, [sink, *tensors], wanted, dout, dlse)
+        saved = Saved(Tensors(*tensors), out, lse, plan.scalars)
+        need = sum(1 << i for i, x in enumerate(wanted[1:6]) if x)
+        found = registry.backward(plan.backend, dout, dlse, saved, need) if need else ()
+        gradients = [x if wanted[1 + i] else None for i, x in enumerate(found)]
+        gradients += [None] * (len(tensors) - len(gradients))
+        dsink = _sink_gradient(dout, dlse, out, lse, sink) if wanted[0] else None
+        return None, dsink, *gradients
+
+
+def _recorded(
+    plan: Plan,
+    given: list[Any],
+    wanted: tuple[bool, ...],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> list[Tensor | None]:
+    """Gradients of sink and tensors that have gradients themselves."""
+    from flashsci.call.autograd import EagerForward  # imports the compiler
+
+    def compute(sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        # Saved-tensor hooks may have brought back other strides than kernels take.
+        out, lse = EagerForward.apply(plan, False, *Tensors(*tensors).laid_out())
+        return with_sink(out, lse, sink)
+
+    return recording.gradients(compute, given, wanted, (dout, dlse))
+
+
+def _sink_gradient(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor
+) -> Tensor:
+    """-sum_rows e^(s - lse') (<dout, out'> - dlse'), in lse's dtype; zero in rows without sink and keys."""
+    column = _column(sink, lse)
+    p = torch.where(lse == -torch.inf, 0, torch.exp(column - lse))
+    delta = torch.zeros_like(lse)
+    if dout is not None:
+        delta = (dout.to(lse.dtype) * out).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    terms = p * delta
+    other_dims = [d for d in range(terms.dim()) if d != max(0, terms.dim() - 2)]
+    total = terms.sum(other_dims) if terms.dim() > 1 else terms.sum(0, keepdim=True)
+    return -total.to(sink.dtype)

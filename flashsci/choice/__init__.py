@@ -1,0 +1,1 @@
+"""The choice of a backend for a call and for its gradients."""

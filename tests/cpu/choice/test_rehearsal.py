@@ -1,0 +1,143 @@
+"""The library names the kernels that it would launch, on a device that is only described; what Python says of them agrees."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashsci.backends.cuda import layouts, library, rehearsal, served
+from flashsci.backends.cuda.rehearsal import A100, H100, T4
+from flashsci.call import ops
+from flashsci.call.problem import Problem
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.skipif(
+    library.library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)"
+)
+PLAIN = ops.Scalars(-1, -1, 0.125, 0.0, -1, -1, False, 0.0, "default", False)
+HALVES = torch.bfloat16, torch.float16
+
+
+def empty(*shape, dtype=torch.bfloat16, pad=0):
+    """A tensor without memory; ``pad``: so much longer are its rows."""
+    rows = torch.empty(*shape[:-1], shape[-1] + pad, dtype=dtype, device="meta")
+    return rows[..., : shape[-1]]
+
+
+def kernels(q, k, v, bias=None, device=H100, scalars=PLAIN, mask=None, need=7):
+    """The folders of the kernels of the forward, and of the backward."""
+    tensors = ops.Tensors(q, k, v, bias, mask=mask)
+    out, lse = ops.fake_forward(tensors)
+    saved = ops.Saved(tensors, out, lse, scalars)
+    found = (
+        rehearsal.forward_kernels(tensors, scalars, device),
+        rehearsal.backward_kernels(out, None, saved, need, device),
+    )
+    return [None if names is None else rehearsal.folders(names) for names in found]
+
+
+def inner_heads(batch, rows, heads, columns, dtype=torch.bfloat16):
+    return empty(batch, rows, columns, heads, dtype=dtype).permute(0, 3, 1, 2)
+
+
+CALLS = {
+    "dense": ((2, 16, 1024, 64), None, ["sm90/fwd"], ["sm90/bwd"]),
+    "short": ((4, 8, 64, 64), None, ["sm90/fwd"], ["sm80/bwd"]),
+    "small": ((1000, 6, 16, 32), None, ["sm80/small"], ["sm80/small"]),
+    "triangle": ((1, 384, 4, 384, 32), (1, 1, 4, 384, 384), ["sm90/triangle_fwd"], ["sm90/triangle_bwd"]),
+    "bias of queries": ((8, 8, 256, 64), (8, 8, 256, 256), ["sm90/fwd"], ["sm90/bwd"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_names_on_hopper(name):
+    shape, bias, *wanted = CALLS[name]
+    q = empty(*shape)
+    given = None if bias is None else empty(*bias)
+    found = kernels(q, q, q, given, need=7 if bias is None else 15)
+    assert [list(folders) for folders in found] == wanted
+    assert all((ROOT / "csrc" / folder).is_dir() for folders in found for folder in folders)
+
+
+def test_heads_inside_pairs():
+    q = empty(2, 384, 16, 24, dtype=torch.float32).transpose(1, 2)
+    bias = inner_heads(2, 384, 16, 384, torch.float32)
+    assert kernels(q, q, q, bias, need=15) == [("sm90/pair",), ("sm90/pair",)]
+
+
+def test_decoding_and_grouped_heads():
+    q, k = empty(2, 16, 1, 128), empty(2, 2, 4096, 128)
+    assert kernels(q, k, k)[0] == ("sm90/decode",)
+    assert kernels(q, k, k, device=A100) == [("sm80/fwd",), ("sm80/bwd",)]
+
+
+def test_older_devices():
+    q = empty(2, 4, 100, 64, dtype=torch.float16)
+    assert kernels(q, q, q, device=T4) == [("sm75/fwd",), ("sm75/bwd",)]
+    single = empty(2, 4, 100, 64, dtype=torch.float32)
+    assert kernels(single, single, single, device=T4) == [None, None]
+
+
+def test_calls_without_scores_launch_nothing():
+    q, k = empty(2, 4, 0, 64), empty(2, 4, 7, 64)
+    assert kernels(q, k, k) == [(), ()]
+
+
+def test_what_does_not_fit_raises():
+    q = empty(2, 4, 10, 64)
+    with pytest.raises(RuntimeError, match="same head dim"):
+        kernels(q, empty(2, 4, 10, 32), q)
+
+
+def drawn(choose: random.Random):
+    batch, heads = choose.choice(((2, 4), (17, 4), (6, 8), (1, 16), (40, 2)))
+    rows, keys = choose.choice(((16, 16), (48, 24), (70, 66), (300, 70), (384, 384), (128, 200), (1000, 80)))  # fmt: skip
+    dim = choose.choice((16, 24, 32, 64, 128))
+    dim_v = choose.choice((dim, dim, 32 if dim < 64 else 64))
+    dtype = choose.choice(HALVES)
+    q, k, v = (empty(batch, heads, n, d, dtype=dtype) for n, d in ((rows, dim), (keys, dim), (keys, dim_v)))  # fmt: skip
+    bias = mask = None
+    if choose.random() < 0.6:
+        shape = choose.choice((1, batch)), choose.choice((1, heads)), choose.choice((rows, rows, 1)), keys  # fmt: skip
+        bias = empty(*shape, dtype=choose.choice((dtype, torch.float32)), pad=choose.choice((0, 0, 1, 8)))  # fmt: skip
+    if choose.random() < 0.5:
+        shape = choose.choice((1, batch)), choose.choice((1, heads)), choose.choice((1, 1, rows)), keys  # fmt: skip
+        mask = empty(*shape, dtype=torch.bool, pad=choose.choice((0, 0, 16)))
+    scalars = PLAIN._replace(
+        softcap=choose.choice((0.0, 0.0, 0.0, 5.0)), window_right=choose.choice((-1, -1, 0)), deterministic=choose.random() < 0.3
+    )  # fmt: skip
+    need = 15 if bias is not None and choose.random() < 0.7 else 7
+    return q, k, v, bias, mask, scalars, need
+
+
+def test_python_agrees_on_the_bias_and_mask_that_the_hopper_backward_takes():
+    choose, seen = random.Random(3), set()
+    for _ in range(400):
+        q, k, v, bias, mask, scalars, need = drawn(choose)
+        folders = kernels(q, k, v, bias, H100, scalars, mask, need)[1]
+        by_hopper = folders is not None and (folders[0].startswith("sm90/") or folders[0] == "sm80/small")  # fmt: skip
+        tensors = ops.Tensors(q, k, v, bias, mask=mask)
+        saved = ops.Saved(tensors, *ops.fake_forward(tensors), scalars)
+        plain = bias is None and mask is None
+        assert layouts.hopper_takes(saved, need) == (plain or by_hopper), (q.shape, bias, mask, scalars)  # fmt: skip
+        seen.add(by_hopper)
+    assert seen == {True, False}
+
+
+def test_python_agrees_on_short_calls():
+    choose, seen = random.Random(4), set()
+    for _ in range(300):
+        batch, heads = choose.choice(((1, 4), (1, 131), (1, 132), (11, 12)))
+        rows, keys = (choose.choice((33, 64, 65, 128, 129, 512, 513)) for _ in range(2))
+        dim = choose.choice((16, 32, 40, 64, 72))
+        q, k = empty(batch, heads, rows, dim), empty(batch, heads, keys, dim)
+        older = kernels(q, k, k)[1] == ("sm80/bwd",)
+        problem = Problem(
+            "cuda", (9, 0), torch.bfloat16, heads, heads, dim, dim, batch=(batch,), seq_q=rows, seq_k=keys
+        )  # fmt: skip
+        assert served.is_short(problem) == older, (q.shape, k.shape)
+        seen.add(older)
+    assert seen == {True, False}

@@ -1,0 +1,126 @@
+"""What the Makefile does with and without a GPU, and that files which name the same thing agree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashsci
+
+ROOT = Path(__file__).resolve().parents[3]
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+ALL = "FA_ARCHS='75,80,90'"
+
+
+def pins(path: str) -> dict[str, str]:
+    """name: version, wherever a file says name==version."""
+    return dict(re.findall(r"\b([\w-]+)==([\w.]+)", (ROOT / path).read_text()))
+
+
+def planned(
+    folder: Path, *targets: str, gpu: bool = False, before: str = "", **variables: str
+) -> str:
+    """What `make` would run in a fresh environment, on a machine with or without a GPU."""
+    tools = folder / "tools"
+    tools.mkdir()
+    answer = (
+        "echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'" if gpu else "echo 'No devices found.'; exit 6"
+    )
+    (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    venv = folder / "venv"
+    venv.mkdir()
+    if before:
+        (venv / ".flashsci-archs").write_text(before + "\n")
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("FA_ARCHS", "MAKE", "MFLAGS"))
+    }
+    environment["PATH"] = f"{tools}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        ["make", "-n", f"VENV={venv}", f"PYTHON={sys.executable}", *targets],
+        cwd=ROOT,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["install", "demo", "test", "test-all"])
+def test_without_a_gpu_no_kernels_are_compiled(target, tmp_path):
+    said = planned(tmp_path, target)
+    assert "FA_ARCHS='none'" in said and "FA_ARCHS=90 make build" in said
+    assert said.count("pip --disable-pip-version-check install -v") == 1
+
+
+@needs_make
+def test_kernels_are_compiled_where_they_run_or_are_asked_for(tmp_path):
+    cases = {
+        "gpu": dict(gpu=True),
+        "archs": dict(FA_ARCHS="90"),
+        "remembered": dict(before="80"),
+        "forgotten": dict(before="none", gpu=True),
+    }
+    found = {}
+    for name, options in cases.items():
+        (tmp_path / name).mkdir()
+        (found[name],) = re.findall(
+            r"FA_ARCHS='(.*?)'", planned(tmp_path / name, "demo", **options)
+        )
+    assert found == {"gpu": "", "archs": "90", "remembered": "80", "forgotten": ""}
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["build", "wheel"])
+def test_who_asks_for_a_library_gets_all_architectures(target, tmp_path):
+    (tmp_path / "one").mkdir()
+    assert ALL in planned(tmp_path / "one", target)
+    (tmp_path / "two").mkdir()
+    assert "FA_ARCHS=''" in planned(tmp_path / "two", target, gpu=True), "CMake asks the GPU"
+
+
+@needs_make
+@pytest.mark.parametrize("gpu", [False, True])
+def test_every_test_runs_once(gpu, tmp_path):
+    lines = planned(tmp_path, "test-all", gpu=gpu).splitlines()
+    runs = [run for line in lines if "-m pytest" in line for run in line.split(" && ")]
+    assert [("not slow" in run, "-m slow" in run) for run in runs] == (
+        [(True, False)] * (1 + gpu) + [(False, True)] * (1 + gpu)
+    )
+    assert [run.lstrip().startswith("CUDA_VISIBLE_DEVICES= ") for run in runs] == (
+        [True, False, True, False] if gpu else [False, False]
+    )
+
+
+def test_tools_are_pinned_once():
+    wanted = pins("constraints.txt")
+    hooks = pins(".pre-commit-config.yaml")
+    assert set(hooks) == {"ruff", "clang-format"}
+    assert hooks == {name: wanted[name] for name in hooks}
+
+
+def test_ci_runs_what_the_readme_says():
+    steps = re.findall("; make (.*)$", (ROOT / ".ci" / "run").read_text(), re.M)
+    made = {word for step in steps for word in step.split()}
+    targets = set(re.findall(r"^make ([\w-]+)", (ROOT / "README.md").read_text(), re.M))
+    assert {"demo", "test"} <= targets
+    missing = targets - {"sweep", "gpu-check"} - made  # those two need a GPU
+    assert not missing, f".ci/run does not make {missing}"
+    assert re.search(r"run: .*\.ci/run$", (ROOT / ".github/workflows/ci.yml").read_text(), re.M)
+
+
+def test_changelog_begins_with_this_version():
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert flashsci.__version__ in headings[:2], headings
+    assert re.search(
+        rf'^version = "{flashsci.__version__}"$', (ROOT / "pyproject.toml").read_text(), re.M
+    )

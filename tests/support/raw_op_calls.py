@@ -1,0 +1,513 @@
+"""One right call of every raw op, and what it computes. tests/support/raw_op_judge.py makes wrong ones of them.
+
+An op that is missing here fails tests/cpu/call/test_every_raw_op.py: `CALLS` is held against what torch knows of the namespace.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashsci.backends import reference
+from flashsci.call.ops import Scalars, Tensors
+
+Arguments = dict[str, Any]
+Results = tuple[Tensor | None, ...]
+
+
+class Right(NamedTuple):
+    """A right call of an op."""
+
+    op: str
+    label: str
+    arguments: Callable[[str], Arguments]  # of a device, in the order of the schema
+    truth: Callable[[Arguments, torch.dtype], Results] | None  # in a dtype; None: it has no numbers
+    written: tuple[str, ...] = ()
+    unit: float = 0.0  # what a result may be off by, if a kernel holds P in fewer bits than results
+    loose: frozenset[str] = (
+        frozenset()
+    )  # whose length kernels clamp to: a wrong one gives wrong rows, in bounds
+    refresh: Callable[[Arguments], None] = lambda arguments: (
+        None
+    )  # results among the arguments, of other options
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.label}"
+
+
+# --- what torch knows ---------------------------------------------------------------------------
+
+HOMES = (
+    "flashsci.call.autograd", "flashsci.backends.reference_fp8", "flashsci.backends.reference_paged", "flashsci.backends.triton",
+    "flashsci.backends.cuda", "flashsci.backends.cuda.fp8", "flashsci.distributed",
+)  # fmt: skip
+
+
+def all_ops() -> dict[str, Any]:
+    """Every op of the namespace that takes a tensor, and its schema; those that return text read no memory, and are left out."""
+    for home in HOMES:
+        importlib.import_module(home)
+    cuda = importlib.import_module("flashsci.backends.cuda")
+    if cuda.library_path() is not None:
+        cuda.build_info()  # loads it
+    found = (s for s in torch._C._jit_get_all_schemas() if s.name.startswith("flashsci::"))
+    return {
+        s.name.removeprefix("flashsci::"): s
+        for s in found
+        if any("Tensor" in str(a.type) for a in s.arguments)
+        and any(str(r.type) != "str" for r in s.returns or s.arguments)
+    }
+
+
+def schema_of(op: str) -> Any:
+    return getattr(torch.ops.flashsci, op).default._schema
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+
+class Draw:
+    """Normal numbers of one seed."""
+
+    def __init__(self, device: str, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        x = torch.randn(shape, generator=self.generator)
+        return x.to(dtype or self.dtype).to(self.device)
+
+    def ints(self, *values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+OPTIONS = {
+    "max_seqlen_q": -1, "max_seqlen_k": -1, "scale": 0.25, "softcap": 3.0, "window_left": 4, "window_right": 3,
+    "lower_right": True, "dropout_p": 0.0, "precision": "default", "deterministic": False,
+}  # fmt: skip
+RAW = [
+    "q",
+    "k",
+    "v",
+    "bias",
+    "key_weight",
+    "mask",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "bias_offsets",
+    "dropout_seed",
+    "alibi_slopes",
+]
+
+
+def dense(device: str, dropout: bool = False) -> Arguments:
+    r = Draw(device)
+    given = {
+        "q": r(2, 4, 5, 16), "k": r(2, 2, 7, 16), "v": r(2, 2, 7, 8), "bias": r(2, 4, 5, 7), "key_weight": r(2, 2, 7).exp(),
+        "mask": r(1, 1, 5, 7) > -1, "alibi_slopes": r(2, 4).abs() / 4,
+    }  # fmt: skip
+    if dropout:
+        given |= {"dropout_seed": r.ints(3, 4, dtype=torch.int64), "dropout_p": 0.5}
+    return dict.fromkeys(RAW) | {n: x for n, x in given.items() if n in RAW} | OPTIONS | {n: x for n, x in given.items() if n in OPTIONS}  # fmt: skip
+
+
+def packed(device: str) -> Arguments:
+    r = Draw(device)
+    return dict.fromkeys(RAW) | {
+        "q": r(4, 5, 16), "k": r(2, 7, 16), "v": r(2, 7, 8), "bias": r(4, 17), "cu_seqlens_q": r.ints(0, 2, 5),
+        "cu_seqlens_k": r.ints(0, 4, 7), "bias_offsets": r.ints(0, 8, 17, dtype=torch.int64),
+    } | OPTIONS  # fmt: skip
+
+
+def tensors_of(given: Arguments, dtype: torch.dtype) -> Tensors:
+    wide = {n: x if x is None or n == "alibi_slopes" or not x.is_floating_point() else x.to(dtype) for n, x in given.items() if n in RAW}  # fmt: skip
+    return Tensors(**wide)
+
+
+def forward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    scalars = Scalars(*(given[n] for n in OPTIONS))
+    return reference.forward(tensors_of(given, dtype), scalars)
+
+
+LEARNT = ("q", "k", "v", "bias", "key_weight")
+
+
+def _differentiable(given: Arguments, dtype: torch.dtype) -> tuple[dict[str, Tensor], Callable[..., Results]]:  # fmt: skip
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in LEARNT if given[n] is not None}  # fmt: skip
+    return leaves, lambda *values: forward_of({**given, **dict(zip(leaves, values, strict=True))}, dtype)  # fmt: skip
+
+
+def _pull(given: Arguments, dtype: torch.dtype, names: tuple[str, ...] = ("dout", "dlse")) -> Results:  # fmt: skip
+    """dq, dk, dv, dbias, dkey_weight, with a graph of their own."""
+    leaves, function = _differentiable(given, dtype)
+    out, lse = function(*leaves.values())
+    along = [torch.zeros_like(x) if given[n] is None else given[n].to(dtype) for n, x in zip(names, (out, lse), strict=True)]  # fmt: skip
+    found = torch.autograd.grad((out, lse), list(leaves.values()), along, create_graph=True)
+    return tuple(dict(zip(leaves, found, strict=True)).get(n) for n in LEARNT)
+
+
+def backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    found = _pull(given, dtype)
+    return tuple(x if given["need"] >> i & 1 else None for i, x in enumerate(found))
+
+
+def jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
+    leaves, function = _differentiable(given, dtype)
+    along = [torch.zeros_like(x) if given[f"t{n}"] is None else given[f"t{n}"].to(dtype) for n, x in leaves.items()]  # fmt: skip
+    values = [x.detach() for x in leaves.values()]
+    return torch.autograd.functional.jvp(function, tuple(values), tuple(along))[1]
+
+
+def double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in (*LEARNT, "dout", "dlse") if given[n] is not None}  # fmt: skip
+    values = given | leaves
+    out, lse = forward_of(values, dtype)
+    inner = [n for n in LEARNT if n in leaves]
+    for n, x in (("dout", out), ("dlse", lse)):
+        if n not in leaves:
+            leaves[n] = torch.zeros_like(x).requires_grad_()
+    found = torch.autograd.grad((out, lse), [leaves[n] for n in inner], [leaves["dout"], leaves["dlse"]], create_graph=True)  # fmt: skip
+    total = sum((x * given[f"t{n}"].to(dtype)).sum() for n, x in zip(inner, found, strict=True) if given[f"t{n}"] is not None)  # fmt: skip
+    grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)  # fmt: skip
+    by_name = dict(zip(leaves, grads, strict=True))
+    return tuple(by_name.get(n) if given["need"] >> i & 1 else None for i, n in enumerate((*LEARNT, "dout", "dlse")))  # fmt: skip
+
+
+def with_results(given: Arguments) -> None:
+    """out and lse as the forward leaves them."""
+    out, lse = forward_of(given, torch.float64)
+    given["out"], given["lse"] = out.to(given["q"].dtype), lse.float()
+
+
+SECOND = (*(f"t{n}" for n in LEARNT), "dout", "dlse")
+
+
+def saved(base: Callable[[str], Arguments], op: str, device: str) -> Arguments:
+    given, r = base(device), Draw(device)
+    r.generator.manual_seed(6)
+    with_results(given)
+    given |= {"dout": r(*given["out"].shape), "dlse": r(*given["lse"].shape)}
+    given |= {f"t{n}": None if given[n] is None else r(*given[n].shape) for n in LEARNT}
+    given["need"] = 31 if op == "backward" else 127
+    return in_order(f"triton_{op}", given)
+
+
+def in_order(op: str, given: Arguments) -> Arguments:
+    return {a.name: given[a.name] for a in schema_of(op).arguments}
+
+
+# --- paged --------------------------------------------------------------------------------------
+
+
+def pages(device: str, cache: torch.dtype, dtype: torch.dtype = torch.float32) -> Arguments:
+    r = Draw(device, dtype)
+    scales = cache.itemsize == 1
+    given = {
+        "q": r(6, 4, 16), "k_cache": r(5, 16, 2, 16).to(cache), "v_cache": r(5, 16, 2, 8).to(cache),
+        "block_table": r.ints(4, 1, 2, 0).view(2, 2), "seqused_k": r.ints(20, 9), "cu_seqlens_q": r.ints(0, 2, 5),
+        "sink": None if scales else r(4, dtype=torch.float32), "k_scale": r(2, 2, dtype=torch.float32).exp() if scales else None,
+        "v_scale": r(2, 2, dtype=torch.float32).exp() if scales else None, "out": torch.full((6, 4, 8), torch.nan, dtype=dtype, device=device),
+        "max_seqlen_q": 3, "scale": 0.25, "softcap": 0.0, "window_left": 11, "window_right": 0, "return_lse": True,
+    }  # fmt: skip
+    return given
+
+
+def pages_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """out and lse from the formula; rows of no sequence are 0 and -inf."""
+    q, heads_k = given["q"].to(dtype), given["k_cache"].shape[2]
+    group, page = q.shape[1] // heads_k, given["k_cache"].shape[1]
+    out = q.new_zeros(*q.shape[:2], given["v_cache"].shape[-1])
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf)
+    edges = given["cu_seqlens_q"].tolist()
+    for n, keys in enumerate(given["seqused_k"].tolist()):
+        keys = min(keys, given["block_table"].shape[1] * page)
+        j = torch.arange(keys, device=q.device)
+        where = given["block_table"][n, j // page].long(), j % page
+        k, v = (_wide(given[f"{c}_cache"], where, given[f"{c}_scale"], n, dtype) for c in "kv")
+        rows = slice(edges[n], edges[n + 1])
+        s = torch.einsum("qhd,khd->hqk", q[rows], k.repeat_interleave(group, 1)) * given["scale"]
+        if given["softcap"]:
+            s = given["softcap"] * torch.tanh(s / given["softcap"])
+        i = torch.arange(s.shape[1], device=q.device)[:, None] + keys - s.shape[1]
+        for side, far in ((given["window_left"], i - j), (given["window_right"], j - i)):
+            if side >= 0:
+                s = s.masked_fill(far > side, -torch.inf)
+        if given["sink"] is not None:
+            s = torch.cat([s, given["sink"].to(dtype)[:, None, None].expand(*s.shape[:2], 1)], -1)
+            v = torch.cat([v, torch.zeros_like(v[:1])])
+        out[rows] = torch.einsum("hqk,khd->qhd", s.softmax(-1), v.repeat_interleave(group, 1))
+        lse[:, rows] = s.logsumexp(-1)
+    return out, lse if given["return_lse"] else None
+
+
+def _wide(cache: Tensor, where: tuple[Tensor, Tensor], scale: Tensor | None, n: int, dtype: torch.dtype) -> Tensor:  # fmt: skip
+    x = cache.to(dtype)[where]
+    return x if scale is None else x * scale[n].to(dtype)[:, None]
+
+
+def tokens(device: str, cache: torch.dtype) -> Arguments:
+    r = Draw(device)
+    scales = cache.itemsize == 1
+    kv = r(3, 16, 2, 24).to(cache)  # keys and values of one buffer, which interleave
+    k_cache, v_cache = kv.split((16, 8), -1)
+    return {
+        "key": r(5, 2, 16), "value": r(5, 2, 8), "k_cache": k_cache, "v_cache": v_cache,
+        "slot_mapping": r.ints(17, -1, 0, 47, dtype=torch.int64), "k_scale": r(2).exp() if scales else None,
+        "v_scale": r(2).exp() if scales else None,
+    }  # fmt: skip
+
+
+def tokens_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """Both caches as they are after an update."""
+    found = []
+    for new, name in (("key", "k"), ("value", "v")):
+        cache, scale = given[f"{name}_cache"].to(dtype), given[f"{name}_scale"]
+        for t, slot in enumerate(given["slot_mapping"].tolist()):
+            if 0 <= slot < cache.shape[0] * cache.shape[1]:
+                x = given[new][t].to(dtype)
+                x = x if scale is None else x / scale.to(dtype)[:, None]
+                kept = given[f"{name}_cache"].dtype
+                if kept.itemsize == 1:
+                    most = torch.finfo(kept).max
+                    x = x.float().clamp(-most, most).to(kept)
+                cache[slot // cache.shape[1], slot % cache.shape[1]] = x.to(dtype)
+        found.append(cache)
+    return tuple(found)
+
+
+# --- 8-bit floats, residual, distributed --------------------------------------------------------
+
+E4M3 = torch.float8_e4m3fn
+
+
+def eight(device: str, packed: bool, op: str) -> Arguments:
+    r = Draw(device)
+    shapes = ((4, 5, 16), (2, 7, 16), (2, 7, 16))
+    q, k, v = (r(*(s if packed else (2, *s))).to(E4M3) for s in shapes)
+    given = {
+        "q": q, "k": k, "v": v, "q_scale": r(2, 4).exp(), "k_scale": r(2, 2).exp(), "v_scale": None if packed else r(2, 2, 1).exp(),
+        "cu_seqlens_q": r.ints(0, 2, 5) if packed else None, "cu_seqlens_k": r.ints(0, 4, 7) if packed else None,
+    } | OPTIONS | {"out_dtype": torch.float16, "return_lse": True, "out_is_fp16": True}  # fmt: skip
+    return in_order(op, given)
+
+
+def eight_of(given: Arguments, dtype: torch.dtype) -> Results:
+    edges = given["cu_seqlens_q"], given["cu_seqlens_k"]
+    wide = {}
+    for name, of in (("q", edges[0]), ("k", edges[1]), ("v", edges[1])):
+        x, scale = given[name].to(dtype), given[f"{name}_scale"]
+        if scale is not None and of is not None:
+            n = torch.bucketize(torch.arange(x.shape[1], device=x.device), of[1:-1], right=True)
+            x = x * scale.to(dtype)[n].T[..., None]
+        elif scale is not None:
+            x = x * scale.to(dtype).reshape(*x.shape[:2], 1, 1)
+        wide[name] = x
+    values = dict.fromkeys(RAW) | OPTIONS | {n: x for n, x in given.items() if n in OPTIONS}
+    values |= wide | {"cu_seqlens_q": edges[0], "cu_seqlens_k": edges[1]}
+    out, lse = forward_of(values, dtype)
+    return out, lse if given.get("return_lse", True) else None
+
+
+def residual(device: str, backward: bool, dropout: bool = False) -> Arguments:
+    given, r = dense(device, dropout), Draw(device)
+    given |= {"dout": None, "dscores": None, "out": None, "lse": None, "scores": None, "need_bias": True}  # fmt: skip
+    if backward:
+        residual_results(given)
+        r.generator.manual_seed(7)
+        given |= {"dout": r(2, 4, 5, 8), "dscores": r(2, 4, 5, 7)}
+    return in_order(f"triton_residual_{'backward' if backward else 'forward'}", given)
+
+
+def residual_of(given: Arguments, dtype: torch.dtype) -> Results:
+    own = ("q", "k", "v", "bias", "dropout_seed", "scale", "dropout_p")
+    values = dict.fromkeys(RAW) | OPTIONS | {"softcap": 0.0, "window_left": -1, "window_right": -1}
+    values |= {n: given[n] for n in own}
+    out, lse = forward_of(values, dtype)
+    q, k = (given[n].to(dtype) for n in "qk")
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q @ k.mT * given["scale"]
+    return out, lse, scores if given["bias"] is None else scores + given["bias"].to(dtype)
+
+
+def residual_results(given: Arguments) -> None:
+    out, lse, scores = residual_of(given, torch.float64)
+    given |= {"out": out.float(), "lse": lse.float(), "scores": scores.float()}
+
+
+def residual_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    names = [n for n in ("q", "k", "v", "bias") if given[n] is not None]
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in names}
+    q, k, _ = (leaves[n] for n in "qkv")
+    out, _, scores = residual_of(given | leaves, dtype)
+    change = torch.zeros_like(
+        scores, requires_grad=True
+    )  # added to the scores, also where there is no bias
+    bias = leaves["bias"] + change if "bias" in leaves else change
+    out, _, scores = residual_of(given | leaves | {"bias": bias}, dtype)
+    pairs = [(x, given[n]) for x, n in ((out, "dout"), (scores, "dscores")) if given[n] is not None]
+    wanted = (q, k, leaves["v"], change)
+    if not pairs:
+        return tuple(torch.zeros_like(x) for x in wanted)
+    found = torch.autograd.grad([x for x, _ in pairs], wanted, [g.to(dtype) for _, g in pairs], allow_unused=True, materialize_grads=True)  # fmt: skip
+    return *found[:3], found[3] if given["need_bias"] else None
+
+
+def across(op: str, device: str) -> Arguments:
+    """Of a group of one rank."""
+    import torch.distributed as dist
+
+    from flashsci.distributed.block import Scores as ScoresOf
+    from flashsci.distributed.call import Call
+    from flashsci.distributed.layout import Layout
+    from flashsci.distributed.pieces import Band
+
+    r, ring = Draw(device), op.startswith("ring")
+    options = ScoresOf(0.25, None, False, None, "reference")
+    queries, keys = (Layout("contiguous", (n,)) for n in (5, 7))
+    heads = 2 if ring else 4
+    given = {
+        "q": r(2, 4, 5, 16), "k": r(2, heads, 7, 16), "v": r(2, heads, 7, 8), "bias": r(2, 4, 5, 7),
+        "key_weight": r(2, heads, 7).exp(), "mask": r(1, 1, 5, 7) > -1, "dlse": r(2, 4, 5), "dout": r(2, 4, 5, 8),
+        "call": Call(dist.group.WORLD.group_name, queries, keys, Band(-1, -1), options, (True, True), True).text(),
+    }  # fmt: skip
+    if not ring:
+        del given["key_weight"]
+    across_results(given)
+    return in_order(op, given)
+
+
+def across_results(given: Arguments) -> None:
+    out, lse = across_forward_of(given, torch.float64)
+    given |= {"out": out.float(), "lse": lse.float()}
+
+
+def across_forward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    values = dict.fromkeys(RAW) | OPTIONS | {"softcap": 0.0, "window_left": -1, "window_right": -1}
+    return forward_of(values | {n: x for n, x in given.items() if n in RAW}, dtype)
+
+
+def across_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    values = dict.fromkeys(RAW) | OPTIONS | {"softcap": 0.0, "window_left": -1, "window_right": -1}
+    values |= {n: x for n, x in given.items() if n in RAW}
+    values["dout"] = given["dout"]
+    values["dlse"] = torch.zeros(values["q"].shape[:-1]).to(given["q"]) if given["dlse"] is None else given["dlse"]  # fmt: skip
+    found = _pull(values, dtype)
+    return found if "key_weight" in given else found[:4]
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+FLOAT8, HALF = torch.float8_e4m3fn, torch.float16
+FINE = 2.0**-7  # of kernels that round P to 16 bits
+LENGTHS = frozenset(
+    ("q", "k", "v", "bias", "out", "dout", "lse", "dlse")
+)  # of packed calls: rows and pairs that are not there
+
+
+def _of(base: Callable[..., Arguments], *more: Any, **named: Any) -> Callable[[str], Arguments]:
+    return lambda device: base(*more[:0], device, *more, **named)
+
+
+def _saved(base: Callable[[str], Arguments], op: str) -> Callable[[str], Arguments]:
+    return lambda device: saved(base, op, device)
+
+
+def _triton() -> Iterator[Right]:
+    bases = {"dense": dense, "dropout": _of(dense, True), "packed": packed}
+    truths = {"backward": backward_of, "jvp": jvp_of, "double_backward": double_backward_of}
+    for label, base in bases.items():
+        if label == "dropout":  # of the second order its checks are those of the first
+            truths = {"backward": backward_of}
+        loose = LENGTHS if label == "packed" else frozenset()
+        yield Right("triton_forward", label, lambda device, base=base: in_order("triton_forward", base(device)), forward_of, loose=loose)  # fmt: skip
+        for op, truth in truths.items():
+            yield Right(f"triton_{op}", label, _saved(base, op), truth, loose=loose, refresh=with_results)  # fmt: skip
+    for label, dropout in (("bias", False), ("dropout", True)):
+        yield Right("triton_residual_forward", label, _of(residual, False, dropout), residual_of)
+        yield Right("triton_residual_backward", label, _of(residual, True, dropout), residual_backward_of, refresh=residual_results)  # fmt: skip
+
+
+def _paged(backend: str) -> Iterator[Right]:
+    for cache in (torch.float32, FLOAT8):
+        label = str(cache).removeprefix("torch.")
+        yield Right(f"{backend}_paged_attention", label, _of(pages, cache), pages_of, ("out",))
+        yield Right(f"{backend}_write_kv_cache", label, _of(tokens, cache), tokens_of, ("k_cache", "v_cache"))  # fmt: skip
+
+
+def _fp8(op: str) -> Iterator[Right]:
+    for label, packed_ in (("dense", False), ("packed", True)):
+        unit = 0.0 if op.startswith("reference") else 2.0**-3  # P of e4m3
+        loose = LENGTHS if packed_ else frozenset()
+        yield Right(op, label, _of(eight, packed_, op), eight_of, unit=unit, loose=loose)
+
+
+def _across() -> Iterator[Right]:
+    for op in ("ring", "triangle"):
+        yield Right(f"{op}_forward", "one rank", lambda device, op=op: across(f"{op}_forward", device), across_forward_of)  # fmt: skip
+        yield Right(f"{op}_backward", "one rank", lambda device, op=op: across(f"{op}_backward", device), across_backward_of, refresh=across_results)  # fmt: skip
+
+
+def _cuda_values(op: str, base: Callable[[str], Arguments], device: str) -> Arguments:
+    """Of the ops of the compiled library: 16 bits, and options that they all have."""
+    given = base(device) | {"key_weight": None, "alibi_slopes": None, "bias_offsets": None}
+    if given["cu_seqlens_q"] is not None:
+        given["bias"] = None
+    given = {n: x.half() if isinstance(x, Tensor) and x.dtype == torch.float32 else x for n, x in given.items()}  # fmt: skip
+    r = Draw(device, HALF)
+    with_results(given)
+    given |= {"dout": r(*given["out"].shape), "dlse": r(*given["lse"].shape, dtype=torch.float32)}
+    for n in ("q", "k", "v", "bias"):
+        given[f"d{n}"] = None if given[n] is None else torch.empty_like(given[n])
+    given |= {"tf32": False, "generation": 0, "weighted": False, "need": 15}
+    return in_order(op, given)
+
+
+def _cuda_refresh(given: Arguments) -> None:
+    """out and lse of other options, where the op lacks some of those of :data:`RAW`."""
+    whole = dict.fromkeys(RAW) | OPTIONS | given
+    with_results(whole)
+    given |= {n: whole[n] for n in ("out", "lse") if n in given}
+
+
+def _cuda_pages(device: str, cache: torch.dtype) -> Arguments:
+    """Rows of 16 bytes at least, which the library's kernels take."""
+    given = pages(device, cache, HALF) | {"generation": 0}
+    if cache.itemsize == 1:
+        wide = torch.cat([given["v_cache"].float()] * 2, -1).to(cache)
+        out = torch.full((6, 4, 16), torch.nan, dtype=HALF, device=device)
+        given |= {"v_cache": wide, "out": out}
+    return in_order("cuda_paged_attention", given)
+
+
+def _cuda_truth(truth: Callable[..., Results], count: int) -> Callable[..., Results]:
+    return lambda given, dtype: truth(dict.fromkeys(RAW) | OPTIONS | given, dtype)[:count]
+
+
+def _cuda() -> Iterator[Right]:
+    truths = {"cuda_forward": _cuda_truth(forward_of, 2), "cuda_backward": _cuda_truth(backward_of, 4)}  # fmt: skip
+    for label, base in (("dense", dense), ("packed", packed)):
+        for what in ("forward", "backward"):
+            for op in (f"cuda_{what}", f"cuda_prepared_{what}"):
+                yield Right(op, label, lambda device, op=op, base=base: _cuda_values(op, base, device), truths.get(op), unit=FINE, loose=LENGTHS if label == "packed" else frozenset(), refresh=_cuda_refresh)  # fmt: skip
+    for cache in (HALF, FLOAT8):
+        label = str(cache).removeprefix("torch.")
+        yield Right("cuda_paged_attention", label, lambda device, cache=cache: _cuda_pages(device, cache), pages_of, ("out",), FINE)  # fmt: skip
+    yield from _fp8("cuda_fp8_attention")
+    yield from _fp8("cuda_fp8_forward")
+
+
+def refusal(device: str) -> Arguments:
+    return {"x": Draw(device)(3), "what": "nothing"}
+
+
+CALLS: tuple[Right, ...] = (
+    *_triton(), *_paged("triton"), *_paged("reference"), *_fp8("triton_fp8_attention"), *_fp8("reference_fp8_attention"), *_across(),
+    *_cuda(), Right("refuse", "always", refusal, None),
+)  # fmt: skip
+RAISES = ("refuse",)  # whatever they are given
+# Made of torch's own ops, or of others in this table, which check themselves: they hold no pointer.
+COMPOSED = frozenset(("draw_seed", "keep_mask", "recorded_backward", "recorded_double_backward"))
