@@ -14,9 +14,11 @@ from flashsci.call import arguments, transforms
 from flashsci.call.dispatch import run, seed_for
 from flashsci.call.ops import Given, Tensors
 from flashsci.call.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
-from flashsci.call.problem import has_inner_heads, sums_bias
+from flashsci.call.problem import facts, has_inner_heads, sums_bias
 from flashsci.call.tracing import autocast, hides_sizes, is_traced, rounds_products, tracer_paused
-from flashsci.choice import registry
+from flashsci.choice import backends
+from flashsci.choice.backends import ATTENTION
+from flashsci.choice.choose import decide
 
 FP8 = fp8.FP8  # one look-up: every call asks
 
@@ -224,7 +226,7 @@ def _plan(
         *signature(q, k, v, bias, key_weight, mask, alibi_slopes, sink),
         options,
         needs_grad and gradients(bias, key_weight, alibi_slopes),
-        registry.requested(backend),
+        backends.requested(backend),
         rounds_products(q.dtype),
     )
     plan = plans.get(key)
@@ -250,13 +252,14 @@ def _make_plan(
     backend: str,
 ) -> Plan:
     call = describe(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad)
-    name = registry.decide(*call, backend)
+    choice = decide(ATTENTION, call, backend)
     ranks = {x.dim() for x in (q, k, v, bias, mask) if x is not None}
     if key_weight is not None:
         ranks.add(key_weight.dim() + 1)
     equal = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and len(ranks) == 1 and q.dim() <= 5
     leading = None if equal else _leading(q, k, v)
-    return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1]), leading)
+    module = backends.LOADED[ATTENTION][choice.forward]
+    return Plan(choice, module, options.scalars(q.shape[-1]), leading)
 
 
 def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -281,7 +284,7 @@ def describe(
     options: arguments.Options,
     needs_grad: bool,
 ) -> tuple[Any, ...]:
-    """Check a dense call; the arguments of registry.problem_of.
+    """Check a dense call; the arguments of problem_of.
 
     Raises:
         TypeError, ValueError: as :func:`attention` documents.
@@ -329,7 +332,7 @@ def describe(
             features["inner_heads"] = has_inner_heads(bias)
         if bias is not None and features["bias_grad"]:
             features["bias_summed"] = sums_bias(bias, (*batch, *heads))
-    return registry.call(q, v, heads_q, heads_k, features)
+    return facts(q, v, heads_q, heads_k, features)
 
 
 def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> Callable[..., Any]:

@@ -13,7 +13,9 @@ from flashsci.call import arguments, transforms
 from flashsci.call.dispatch import seed_for
 from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_KEY_WEIGHT, NEED_Q, NEED_V, Saved, Tensors
 from flashsci.call.tracing import is_recorded, transforming
-from flashsci.choice import registry
+from flashsci.choice import backends, differentiate
+from flashsci.choice.backends import ATTENTION
+from flashsci.choice.choose import decide, recorded_reference
 
 
 class Gradients(NamedTuple):
@@ -160,13 +162,13 @@ def attention_backward(
     for name, x in (("dout", dout), ("out", out)):
         if x is not None and x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype ({q.dtype}), got {x.dtype}")
-    name = registry.decide(*call, backend)
-    if name == "reference" and cu_seqlens_q is not None and cu_seqlens_k is not None:
+    choice = decide(ATTENTION, call, backend)
+    if choice.forward == "reference" and cu_seqlens_q is not None and cu_seqlens_k is not None:
         arguments.check_unmapped("cu_seqlens_q", cu_seqlens_q)
         arguments.check_unmapped("cu_seqlens_k", cu_seqlens_k)
         if is_recorded() or q.is_meta:
-            name = registry.load_recorded_reference()
-    module = registry.LOADED[name]
+            choice = recorded_reference()
+    module = backends.LOADED[ATTENTION][choice.forward]
     if cu_seqlens_q is not None:
         q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))
         dout = None if dout is None else dout.transpose(0, 1)
@@ -187,10 +189,10 @@ def attention_backward(
         # The second-order formulas treat out and lse as functions of this q, k, v, bias. Here they are given.
         given = dout, dlse, *tensors, out, lse
         inputs = guarded(given, "a second derivative, through attention_backward,")
-        dq, dk, dv, dbias, dweight = Backward.apply(name, *inputs, *scalars, need)
+        dq, dk, dv, dbias, dweight = Backward.apply(choice, *inputs, *scalars, need)
     else:
         saved = Saved(tensors, out, lse, scalars)
-        dq, dk, dv, dbias, dweight = registry.backward(name, dout, dlse, saved, need)
+        dq, dk, dv, dbias, dweight = differentiate.backward(choice, dout, dlse, saved, need)
     if cu_seqlens_q is not None:
         dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
     dbias, dweight = (

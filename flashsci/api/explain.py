@@ -16,13 +16,15 @@ from flashsci.api.paged import paged_attention
 from flashsci.api.varlen import describe as describe_packed
 from flashsci.api.varlen import varlen_attention
 from flashsci.call import arguments, transforms
+from flashsci.call.problem import problem_of
 from flashsci.call.tracing import autocast, transforming
-from flashsci.choice import registry
+from flashsci.choice import explanation
+from flashsci.choice.backends import requested
 
 
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any
-) -> registry.Explanation:
+) -> explanation.Explanation:
     """The backend that would serve a call of an entry point, and the reasons.
 
     The entry point is ``attention(q, k, v, ...)``; with ``cu_seqlens_q`` it is ``varlen_attention``, with
@@ -74,9 +76,9 @@ def explain(
     return _explained(call, backend)
 
 
-def _explained(call: tuple[Any, ...], backend: str) -> registry.Explanation:
+def _explained(call: tuple[Any, ...], backend: str) -> explanation.Explanation:
     """The explanation of a call here, within the active transforms."""
-    found = registry.explain(registry.problem_of(*call), *registry.requested(backend))
+    found = explanation.explain(problem_of(*call), *requested(backend))
     if found.chosen != "sdpa" or not transforming():
         return found
     reason = (
@@ -88,7 +90,7 @@ def _explained(call: tuple[Any, ...], backend: str) -> registry.Explanation:
 
 def _explain_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, backend: str, options: dict[str, Any]
-) -> registry.Explanation:
+) -> explanation.Explanation:
     bound = inspect.signature(paged_attention).bind(q, k_cache, v_cache, **options)
     bound.apply_defaults()
     given = bound.arguments

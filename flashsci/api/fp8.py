@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashsci.call import arguments, transforms
-from flashsci.call.fp8_ops import FP8, FP8Attention, FP8Scalars, FP8Tensors, rows_per_scale
+from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
+from flashsci.call.problem import facts
 from flashsci.call.tracing import count_flops, hides_sizes
-from flashsci.choice import registry
+from flashsci.choice import backends
+from flashsci.choice.choose import decide
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -36,7 +37,7 @@ def dense(
 ) -> Any:
     """`flashsci.attention` of 8-bit floats: out, or with return_lse (out, lse)."""
     call = describe(q, k, v, given, options)
-    name = _decide(*call, backend)
+    choice = decide(backends.FP8, call, backend)
     count_flops()
     scales: tuple[Tensor | None, ...] = given[:3]
     leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
@@ -49,7 +50,9 @@ def dense(
         scales = tuple(
             s if s is None or s.dim() == 0 else s.reshape(-1, *s.shape[fold + 1 :]) for s in scales
         )
-    out, lse = _run(name, q, k, v, scales, None, None, options, None, None, given.out_dtype)
+    out, lse = _run(
+        choice.forward, q, k, v, scales, None, None, options, None, None, given.out_dtype
+    )
     if len(leading) > 2:
         out = out.unflatten(0, leading[:-1])
         lse = lse.unflatten(0, leading[:-1]) if options.return_lse else lse
@@ -72,10 +75,12 @@ def packed(
     if arguments.contents_are_seen(cu_seqlens[0], validate):
         arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens[0], q.shape[0], longest[0])
         arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens[1], k.shape[0], longest[1])
-    name = _decide(*call, backend)
+    choice = decide(backends.FP8, call, backend)
     count_flops()
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    out, lse = _run(name, q, k, v, given[:3], *cu_seqlens, options, *longest, given.out_dtype)
+    out, lse = _run(
+        choice.forward, q, k, v, given[:3], *cu_seqlens, options, *longest, given.out_dtype
+    )
     out = out.transpose(0, 1)
     return (out, lse) if options.return_lse else out
 
@@ -88,7 +93,7 @@ def describe(
     options: arguments.Options,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Any, ...]:
-    """The arguments of registry.problem_of for a call, checked except for the contents of its offsets.
+    """The arguments of problem_of for a call, checked except for the contents of its offsets.
 
     Raises:
         TypeError, ValueError: as :func:`flashsci.attention` documents.
@@ -128,7 +133,7 @@ def describe(
             features.update(batch=tuple(leading), seq_q=q.shape[-2], seq_k=k.shape[-2])
         else:
             features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])
-    return registry.call(q, v, *heads, features)
+    return facts(q, v, *heads, features)
 
 
 def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor, given: Given) -> None:
@@ -238,24 +243,4 @@ def _run(
     )  # fmt: skip
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     offsets = (None if x is None else x.contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
-    return _LOADED[name](FP8Tensors(q, k, v, *scales, *offsets), scalars)
-
-
-# Backends that have these calls, and the modules of their ops.
-_HOMES = {
-    "reference": "flashsci.backends.reference_fp8",
-    "triton": "flashsci.backends.triton.plans.fp8",
-    "cuda": "flashsci.backends.cuda.fp8",
-    "cuda:sm90": "flashsci.backends.cuda.fp8",
-    "cuda:own": "flashsci.backends.cuda.fp8",
-}
-_LOADED: dict[str, FP8Attention] = {}
-
-
-@registry.settled
-def _decide(*call: Any) -> str:
-    """The backend for ``(*arguments of problem_of, backend argument)``; its op is then in _LOADED."""
-    name = registry.decide(*call)
-    if name not in _LOADED:
-        _LOADED[name] = importlib.import_module(_HOMES[name]).OP
-    return name
+    return backends.LOADED[backends.FP8][name](FP8Tensors(q, k, v, *scales, *offsets), scalars)

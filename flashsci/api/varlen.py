@@ -24,6 +24,7 @@ from flashsci.call.plans import (
     repeated,
     signature,
 )
+from flashsci.call.problem import facts
 from flashsci.call.tracing import (
     autocast,
     hides_sizes,
@@ -32,7 +33,9 @@ from flashsci.call.tracing import (
     rounds_products,
     tracer_paused,
 )
-from flashsci.choice import registry
+from flashsci.choice import backends
+from flashsci.choice.backends import ATTENTION
+from flashsci.choice.choose import decide, recorded_reference
 
 FP8 = fp8.FP8
 
@@ -219,14 +222,15 @@ def _plan(
         call = describe(
             q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink, options, needs_grad
         )  # fmt: skip
-        name = registry.decide(*call, backend)
-        if name == "reference":
+        choice = decide(ATTENTION, call, backend)
+        if choice.forward == "reference":
             for offsets_name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True):
                 if x is not None:
                     arguments.check_unmapped(offsets_name, x)
-        if name == "reference" and recorded and not transforms.needs_grad(alibi_slopes):
-            name = registry.load_recorded_reference()
-        return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1], *longest))
+        if choice.forward == "reference" and recorded and not transforms.needs_grad(alibi_slopes):
+            choice = recorded_reference()
+        module = backends.LOADED[ATTENTION][choice.forward]
+        return Plan(choice, module, options.scalars(q.shape[-1], *longest))
 
     offsets = (cu_seqlens_q, cu_seqlens_k)
     recorded = is_recorded() or q.is_meta
@@ -241,7 +245,7 @@ def _plan(
         longest,
         options,
         needs_grad and gradients(bias, key_weight, alibi_slopes),
-        registry.requested(backend),
+        backends.requested(backend),
         rounds_products(q.dtype),
     )
     plan = plans.get(key)
@@ -261,7 +265,7 @@ def describe(
     options: arguments.Options,
     needs_grad: bool,
 ) -> tuple[Any, ...]:
-    """The arguments of registry.problem_of for a packed call, checked except for the contents of its offsets.
+    """The arguments of problem_of for a packed call, checked except for the contents of its offsets.
 
     Raises:
         TypeError, ValueError: as :func:`varlen_attention` documents.
@@ -317,7 +321,7 @@ def describe(
     if not hides_sizes(q, k, cu_seqlens_q):
         sequences = cu_seqlens_q.shape[0] - 1
         features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])
-    return registry.call(q, v, heads_q, heads_k, features)
+    return facts(q, v, heads_q, heads_k, features)
 
 
 def dense_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Tensor, Tensor]:

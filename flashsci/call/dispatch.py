@@ -40,7 +40,7 @@ def run(
 
         return attend(plan, tensors, sink, needs_grad)
     if not module.FUSED:
-        twice = needs_grad and plan.backend in second_order.BACKENDS
+        twice = needs_grad and plan.choice.forward in second_order.BACKENDS
         given = second_order.first_order(tensors) if twice else tensors
         out, lse = module.forward(given, plan.scalars)
         if twice:
@@ -53,7 +53,7 @@ def run(
         from flashsci.call.autograd import Forward
 
         given = tensors.inner_contiguous()
-        result: tuple[Tensor, Tensor] = Forward.apply(plan.backend, *given, *plan.scalars)
+        result: tuple[Tensor, Tensor] = Forward.apply(plan.choice, *given, *plan.scalars)
         return result
     direct = plain(tensors)
     if direct and call is not None and plan.settled and not plan.scalars.dropout_p:

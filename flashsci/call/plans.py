@@ -16,7 +16,8 @@ from flashsci.call import bias_copy, repeats
 from flashsci.call.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys
 from flashsci.call.tracing import casts_to, rounds_products, transforming
 from flashsci.call.transforms import wanted
-from flashsci.choice import registry
+from flashsci.choice import backends, differentiate
+from flashsci.choice.gradients import Choice
 
 autocasting = torch._C._is_any_autocast_enabled
 deterministic, grad_enabled = torch._C._get_deterministic_algorithms, torch.is_grad_enabled
@@ -38,6 +39,15 @@ Run = Callable[[Given], tuple[Tensor, Tensor]]
 Gradients = tuple[Tensor | None, ...]
 
 
+def _prepared_forward(module: Any, tensors: Tensors, scalars: Scalars) -> Run:
+    """A module's forward for plain tensors with the signature of these, in their order, with everything else
+    decided."""
+    if hasattr(module, "prepared_forward"):
+        found: Run = module.prepared_forward(tensors, scalars)
+        return found
+    return lambda tensors: module.forward(Tensors(*tensors), scalars)
+
+
 class Plan:
     """The decisions that follow from a call's tensors (by their signature) and options, and the function that
     computes it.
@@ -52,7 +62,7 @@ class Plan:
         "_forward",
         "_leaves_bias",
         "as_given",
-        "backend",
+        "choice",
         "leading",
         "module",
         "scalars",
@@ -60,12 +70,12 @@ class Plan:
 
     def __init__(
         self,
-        backend: str,
+        choice: Choice,
         module: ModuleType,
         scalars: Scalars,
         leading: tuple[int, ...] | None = None,
     ) -> None:
-        self.backend, self.module, self.scalars = backend, module, scalars
+        self.choice, self.module, self.scalars = choice, module, scalars
         # Leading dims to expand q, k, v to; None: equal ranks and dims already.
         self.leading = leading
         self.as_given = False  # whether kernels are known to take these tensors without a copy
@@ -98,7 +108,7 @@ class Plan:
         run = self._forward
         if run is None:
             given = Tensors(*tensors)
-            run = self._forward = registry.prepared_forward(self.module, given, self.scalars)
+            run = self._forward = _prepared_forward(self.module, given, self.scalars)
         return run
 
     def repeated_backward(
@@ -128,7 +138,7 @@ class Plan:
         if run is None:
             given = Tensors(*tensors)
             kept = Saved(given.laid_out(), out, lse, self.scalars)
-            run = registry.prepared_backward(self.backend, dout, dlse, kept, need)
+            run = differentiate.prepared_backward(self.choice, dout, dlse, kept, need)
             if kept.tensors is not given:
                 run = _laying_out(run)
             if len(self._backwards) >= MOST_BACKWARDS:
@@ -200,7 +210,7 @@ def repeated(
             entry, q.numel(), given[1].numel(), options, window,
             # 1, 1.0 and True are equal to a dict, but not to our checks.
             tuple(map(type, options if window is None else (*options, *window))),
-            registry.requested(backend), grad_enabled(), deterministic(),
+            backends.requested(backend), grad_enabled(), deterministic(),
             q.dtype is torch.float32 and rounds_products(q.dtype), autocasting() and casts_to(q),
         )  # fmt: skip
         kept = plans.get(key)

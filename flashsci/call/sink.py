@@ -20,7 +20,7 @@ from flashsci.call import recording
 from flashsci.call.ops import Saved, Tensors, follow_layout
 from flashsci.call.plans import Plan
 from flashsci.call.tracing import transforming
-from flashsci.choice import registry
+from flashsci.choice import differentiate
 
 
 def attend(plan: Plan, tensors: Tensors, sink: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def attend(plan: Plan, tensors: Tensors, sink: Tensor, needs_grad: bool) -> tupl
     if torch.compiler.is_compiling() or transforming():
         from flashsci.call.autograd import Forward  # imports the compiler
 
-        out, lse = Forward.apply(plan.backend, *tensors, *scalars)
+        out, lse = Forward.apply(plan.choice, *tensors, *scalars)
         return with_sink(out, lse, sink)
     if needs_grad:
         found = SinkForward.apply(plan, sink, *tensors)
@@ -100,7 +100,7 @@ class SinkForward(torch.autograd.Function):
             return None, *_recorded(plan, [sink, *tensors], wanted, dout, dlse)
         saved = Saved(Tensors(*tensors), out, lse, plan.scalars)
         need = sum(1 << i for i, x in enumerate(wanted[1:6]) if x)
-        found = registry.backward(plan.backend, dout, dlse, saved, need) if need else ()
+        found = differentiate.backward(plan.choice, dout, dlse, saved, need) if need else ()
         gradients = [x if wanted[1 + i] else None for i, x in enumerate(found)]
         gradients += [None] * (len(tensors) - len(gradients))
         dsink = _sink_gradient(dout, dlse, out, lse, sink) if wanted[0] else None

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import flashsci
 from flashsci.call.plans import Plan
-from flashsci.choice import registry
+from flashsci.choice import differentiate
 from tools.bench.inputs import DTYPES
 from tools.models import MODELS, load, served
 from tools.models.step import Way, replaced
@@ -50,7 +50,7 @@ def host(way: Way, backend: str) -> str:
     sdpa: list[float] = []
     whole: list[float] = []
     ours = replaced((served, "flashsci", _Chosen(backend, forward)))
-    with ours, clocked(Plan, "backward", backward), clocked(registry, "backward", backward), clocked(torch.nn.functional, "scaled_dot_product_attention", sdpa):  # fmt: skip
+    with ours, clocked(Plan, "backward", backward), clocked(differentiate, "backward", backward), clocked(torch.nn.functional, "scaled_dot_product_attention", sdpa):  # fmt: skip
         for turn in range(12):
             torch.cuda.synchronize()
             start = time.perf_counter()

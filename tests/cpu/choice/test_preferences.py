@@ -9,7 +9,7 @@ import torch
 
 import flashsci
 from flashsci.call.problem import Problem
-from flashsci.choice import preferences, registry
+from flashsci.choice import choose, preferences
 from tools.bench.cases import CASES
 from tools.bench.inputs import make_inputs
 from tools.choice import preferences as script
@@ -103,7 +103,7 @@ def saved(tmp_path, monkeypatch):
 
 def forget():
     preferences.tables.cache_clear()
-    registry._choices.clear()
+    choose._choices.clear()
 
 
 def test_from_records_to_a_call(saved, tmp_path, monkeypatch, capsys):
