@@ -13,7 +13,7 @@ from flashsci.api import fp8
 from flashsci.call import arguments, transforms
 from flashsci.call.dispatch import run, seed_for
 from flashsci.call.ops import Given, Tensors
-from flashsci.call.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
+from flashsci.call.plans import Plan, absent, as_given, gradients, keep, plans, present, repeated, signature
 from flashsci.call.problem import facts, has_inner_heads, sums_bias
 from flashsci.call.tracing import autocast, hides_sizes, is_traced, rounds_products, tracer_paused
 from flashsci.choice import backends
@@ -144,17 +144,19 @@ def attention(
         one learnt logit per head they are gpt-oss's).
     """
     again = call = None
-    if sink is dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
+    if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)
-        if not (bias is key_weight is mask is alibi_slopes is None):
-            seen, entry = present(q, k, v, bias, key_weight, mask, alibi_slopes)
+        if not (bias is key_weight is mask is alibi_slopes is sink is None):
+            every = (q, k, v, bias, key_weight, mask, alibi_slopes, sink)
+            seen, entry = tuple(filter(present, every)), tuple(map(absent, every))
         again, call = repeated(
             entry, seen,
             (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision), window, backend,
         )  # fmt: skip
     if again is not None:
-        found = again((q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes))
+        tensors = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes)
+        found = again(tensors if sink is None else (*tensors, sink))
         return found if return_lse else found[0]
     arguments.check_types(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
@@ -184,15 +186,15 @@ def attention(
     plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
     # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
-    tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
-    call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes)
+    given = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
+    call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes, sink)
     if plan.leading is None:
-        out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
+        out, lse = run(plan, given, needs_grad, sink, call, reads_lse=return_lse)
     else:
         around = functools.partial(_expanding, plan.leading)
-        out, lse = around(
-            lambda given: run(plan, given, needs_grad, sink, call, around, return_lse)
-        )(tensors)
+        out, lse = around(lambda rows: run(plan, rows, needs_grad, sink, call, around, return_lse))(
+            given
+        )
     return (out, lse) if return_lse else out
 
 
@@ -256,10 +258,11 @@ def _make_plan(
     ranks = {x.dim() for x in (q, k, v, bias, mask) if x is not None}
     if key_weight is not None:
         ranks.add(key_weight.dim() + 1)
-    equal = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and len(ranks) == 1 and q.dim() <= 5
+    equal = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and q.dim() == k.dim() == v.dim() <= 5
     leading = None if equal else _leading(q, k, v)
+    rank = q.dim() if equal and len(ranks) > 1 else None
     module = backends.LOADED[ATTENTION][choice.forward]
-    return Plan(choice, module, options.scalars(q.shape[-1]), leading)
+    return Plan(choice, module, options.scalars(q.shape[-1]), leading, rank)
 
 
 def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:

@@ -11,7 +11,16 @@ from flashsci.api import varlen
 from flashsci.api.attention import describe
 from flashsci.call import arguments, transforms
 from flashsci.call.dispatch import seed_for
-from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_KEY_WEIGHT, NEED_Q, NEED_V, Saved, Tensors
+from flashsci.call.ops import (
+    NEED_BIAS,
+    NEED_K,
+    NEED_KEY_WEIGHT,
+    NEED_Q,
+    NEED_V,
+    Saved,
+    Tensors,
+    with_rank,
+)
 from flashsci.call.tracing import is_recorded, transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.backends import ATTENTION
@@ -125,8 +134,8 @@ def attention_backward(
                 "attention_backward takes q, k, v with equal leading dims, at most two before "
                 "the heads"
             )
-        kernel_bias, mask = (_padded(x, q.dim()) for x in (bias, mask))
-        kernel_weight = _padded(key_weight, q.dim() - 1)
+        kernel_bias, mask = (with_rank(x, q.dim()) for x in (bias, mask))
+        kernel_weight = with_rank(key_weight, q.dim() - 1)
         lse_shape = tuple(q.shape[:-1])
     else:
         if mask is not None:
@@ -201,8 +210,3 @@ def attention_backward(
     if given_bias is not None and dbias is not None:
         dbias = dbias.to(given_bias.dtype)
     return Gradients(dq, dk, dv, dbias, dweight)
-
-
-def _padded(x: Tensor | None, rank: int) -> Tensor | None:
-    """The tensor with dims of size 1 in front, up to ``rank``."""
-    return x if x is None else x[(None,) * (rank - x.dim())]

@@ -16,6 +16,7 @@ from flashsci.call.ops import Given, Tensors, packed
 from flashsci.call.plans import (
     Plan,
     Run,
+    absent,
     as_given,
     gradients,
     keep,
@@ -120,9 +121,10 @@ def varlen_attention(
     if featureless and q_scale is k_scale is v_scale is out_dtype is None:
         # None means one tensor for both offsets.
         other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
-        seen, absent = present(q, k, v, cu_seqlens_q, other, alibi_slopes)
+        every = (q, k, v, cu_seqlens_q, other, alibi_slopes)
+        seen = tuple(filter(present, every))
         again, call = repeated(
-            ("packed", absent), seen,
+            ("packed", *map(absent, every)), seen,
             (max_seqlen_q, max_seqlen_k, causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision, validate),
             window, backend,
         )  # fmt: skip

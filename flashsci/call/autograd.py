@@ -247,7 +247,7 @@ class EagerForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         need = _need(ctx.needs_input_grad[2 : 2 + _LEAVES])
-        found = _eager_backward(ctx.plan, dout, dlse, ctx.saved_tensors, need)
+        found = eager_backward(ctx.plan, dout, dlse, ctx.saved_tensors, need)
         return (None, None, *found, *(None,) * (_TENSORS - _LEAVES))
 
 
@@ -274,15 +274,26 @@ class EagerPacked(torch.autograd.Function):
         saved = *packed(*given), out.transpose(0, 1), lse
         dout = None if dout is None else dout.transpose(0, 1)
         need = _need(ctx.needs_input_grad[1:4])
-        rows = _eager_backward(ctx.plan, dout, dlse, saved, need)[:3]
+        rows = eager_backward(ctx.plan, dout, dlse, saved, need)[:3]
         return (None, *[None if x is None else x.transpose(0, 1) for x in rows], None, None, None)
 
 
-def _eager_backward(
+def eager_backward(
     plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int
 ) -> _Gradients:
     """Gradients of a call that :class:`EagerForward` computed; ``saved``: in the order of Tensors, with out and
     lse."""
+    if plan.rank is None:
+        return _backward_of_equal_ranks(plan, dout, dlse, saved, need)
+    *given, out, lse = saved
+    full = (*plan.raised(given), out, lse)
+    found = _backward_of_equal_ranks(plan, dout, dlse, full, need)
+    return tuple([g if g is None else g.view(x.shape) for g, x in zip(found, given, strict=False)])
+
+
+def _backward_of_equal_ranks(
+    plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int
+) -> _Gradients:
     if not torch.is_grad_enabled():
         found = plan.repeated_backward(dout, dlse, saved, need)
         if found is not None:

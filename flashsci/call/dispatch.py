@@ -38,8 +38,9 @@ def run(
     if sink is not None:
         from flashsci.call.sink import attend
 
-        return attend(plan, tensors, sink, needs_grad)
+        return attend(plan, tensors, sink, needs_grad, call)
     if not module.FUSED:
+        tensors = plan.raised(tensors)
         twice = needs_grad and plan.choice.forward in second_order.BACKENDS
         given = second_order.first_order(tensors) if twice else tensors
         out, lse = module.forward(given, plan.scalars)
@@ -52,7 +53,7 @@ def run(
         # of ModuleType.
         from flashsci.call.autograd import Forward
 
-        given = tensors.inner_contiguous()
+        given = plan.raised(tensors).inner_contiguous()
         result: tuple[Tensor, Tensor] = Forward.apply(plan.choice, *given, *plan.scalars)
         return result
     direct = plain(tensors)
@@ -60,6 +61,8 @@ def run(
         remember(call, around(_again(plan, tensors, needs_grad, reads_lse)))
     if not plan.as_given:
         tensors = plan.ready(tensors, needs_grad, direct)
+    elif not direct:
+        tensors = plan.raised(tensors)
     if needs_grad:
         nodes = _nodes()
         apply = nodes.apply_directly if direct else nodes.EagerForward.apply

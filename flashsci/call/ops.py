@@ -99,6 +99,11 @@ class Tensors(NamedTuple):
         return Tensors._make((*rows[:6], *whole, rows.alibi_slopes))
 
 
+def with_rank(x: Tensor | None, rank: int) -> Tensor | None:
+    """The tensor with dims of size 1 in front, up to ``rank``: a view at the same address."""
+    return x if x is None else x[(None,) * (rank - x.dim())]
+
+
 #: The arguments of a prepared function: the fields of :class:`Tensors` in their order, in any sequence.
 Given = Sequence[Any]
 

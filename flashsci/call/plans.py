@@ -3,8 +3,9 @@ launch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import is_, is_not
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashsci.call import bias_copy, repeats
-from flashsci.call.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys
+from flashsci.call.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys, with_rank
 from flashsci.call.tracing import casts_to, rounds_products, transforming
 from flashsci.call.transforms import wanted
 from flashsci.choice import backends, differentiate
@@ -65,6 +66,7 @@ class Plan:
         "choice",
         "leading",
         "module",
+        "rank",
         "scalars",
     )
 
@@ -74,10 +76,13 @@ class Plan:
         module: ModuleType,
         scalars: Scalars,
         leading: tuple[int, ...] | None = None,
+        rank: int | None = None,
     ) -> None:
         self.choice, self.module, self.scalars = choice, module, scalars
         # Leading dims to expand q, k, v to; None: equal ranks and dims already.
         self.leading = leading
+        # The rank of q, k, v that bias, mask and key weights are to be raised to; None: they have it.
+        self.rank = rank
         self.as_given = False  # whether kernels are known to take these tensors without a copy
         self._leaves_bias: bool | None = None  # whether kernels take it as it is
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
@@ -89,8 +94,18 @@ class Plan:
         """Whether :meth:`ready` has found out what it does."""
         return self._leaves_bias is not None
 
+    def raised(self, tensors: Given) -> Tensors:
+        """The tensors at one rank: views, which a compiler may see."""
+        rank = self.rank
+        if rank is None:
+            return Tensors(*tensors)
+        q, k, v, bias, weights, mask, *others = tensors
+        bias, mask = with_rank(bias, rank), with_rank(mask, rank)
+        return Tensors(q, k, v, bias, with_rank(weights, rank - 1), mask, *others)
+
     def ready(self, tensors: Tensors, needs_grad: bool, direct: bool = False) -> Tensors:
         """The tensors as kernels take them, with copies where needed. ``direct``: they are plain (``ops.plain``)."""
+        tensors = tensors if self.rank is None else self.raised(tensors)
         rows = tensors.inner_contiguous(None)
         if self._leaves_bias is None:
             # A copy that the gradients need as well is made here, for both.
@@ -104,11 +119,11 @@ class Plan:
         return given
 
     def prepared(self, tensors: Given) -> Run:
-        """A function that computes out and lse of plain tensors like these, as kernels take them."""
+        """A function that computes out and lse of plain tensors like these, as kernels take them or of lower ranks."""
         run = self._forward
         if run is None:
-            given = Tensors(*tensors)
-            run = self._forward = _prepared_forward(self.module, given, self.scalars)
+            run = _prepared_forward(self.module, self.raised(tensors), self.scalars)
+            self._forward = run = run if self.rank is None else _of_lower_ranks(run, self.raised)
         return run
 
     def repeated_backward(
@@ -150,6 +165,15 @@ class Plan:
         return found
 
 
+def _of_lower_ranks(run: Any, raised: Callable[[Given], Tensors]) -> Run:
+    """A prepared forward that also takes the tensors from which ``raised`` makes views. The strides are in ``run``; the
+    views have the addresses of the tensors, so that a function of addresses needs no views."""
+    if hasattr(run, "at_addresses"):
+        found: Run = run.at_addresses(raised)
+        return found
+    return lambda given: run(raised(given))
+
+
 def _laying_out(run: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """A prepared backward for tensors that must be copied first."""
 
@@ -182,9 +206,8 @@ def alone() -> bool:
     return unseen() and forward_ad._current_level < 0
 
 
-def present(*tensors: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-    """The tensors among these, and where there are none."""
-    return tuple([x for x in tensors if x is not None]), tuple([x is None for x in tensors])
+# For `filter` and `map` over the arguments of a call, which then run no Python.
+absent, present = functools.partial(is_, None), functools.partial(is_not, None)
 
 
 def repeated(
@@ -201,7 +224,7 @@ def repeated(
         given: all tensors that are present, q and k first.
         options: all further arguments; window and backend are separate.
     """
-    if not alone():
+    if not unseen() or forward_ad._current_level >= 0:  # as in `alone`
         return None, None
     try:
         q = given[0]

@@ -198,7 +198,7 @@ def test_who_chooses_kernels_sees_tensors_as_kernels_take_them(monkeypatch, orde
 
     def call(backend, q, k, v, bias, s=None):
         if s is not None:
-            return SinkForward.apply(plan, s, *Tensors(q, k, v, bias))
+            return SinkForward.apply(plan, False, s, *Tensors(q, k, v, bias))
         return EagerForward.apply(plan, False, *Tensors(q, k, v, bias))
 
     with saved_tensors_hooks(lambda x: x, transposed):

@@ -171,8 +171,8 @@ def test_auto_goes_to_triton_where_strides_do_not_fit(monkeypatch):
         "cuda": PagedOps(attention, None),
         "triton": PagedOps(lambda tensors, out, scalars: out.fill_(7.0), None),
     }
-    monkeypatch.setattr(paged, "_LOADED", ops)
-    monkeypatch.setattr(paged, "_decide", lambda *call: "cuda")
+    monkeypatch.setattr(backends, "LOADED", {"paged": ops})
+    monkeypatch.setattr(paged, "decide", lambda kind, call, backend: named("cuda"))
     tensors = given()[0]
     call = dict(
         block_table=tensors.block_table,
