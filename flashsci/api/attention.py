@@ -13,7 +13,17 @@ from flashsci.api import fp8
 from flashsci.call import arguments, transforms
 from flashsci.call.dispatch import run, seed_for
 from flashsci.call.ops import Given, Tensors
-from flashsci.call.plans import Plan, absent, as_given, gradients, keep, plans, present, repeated, signature
+from flashsci.call.plans import (
+    Plan,
+    absent,
+    as_given,
+    gradients,
+    keep,
+    plans,
+    present,
+    repeated,
+    signature,
+)
 from flashsci.call.problem import facts, has_inner_heads, sums_bias
 from flashsci.call.tracing import autocast, hides_sizes, is_traced, rounds_products, tracer_paused
 from flashsci.choice import backends

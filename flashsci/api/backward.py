@@ -25,6 +25,7 @@ from flashsci.call.tracing import is_recorded, transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.backends import ATTENTION
 from flashsci.choice.choose import decide, recorded_reference
+from flashsci.choice.gradients import written
 
 
 class Gradients(NamedTuple):
@@ -198,7 +199,7 @@ def attention_backward(
         # The second-order formulas treat out and lse as functions of this q, k, v, bias. Here they are given.
         given = dout, dlse, *tensors, out, lse
         inputs = guarded(given, "a second derivative, through attention_backward,")
-        dq, dk, dv, dbias, dweight = Backward.apply(choice, *inputs, *scalars, need)
+        dq, dk, dv, dbias, dweight = Backward.apply(written(choice), *inputs, *scalars, need)
     else:
         saved = Saved(tensors, out, lse, scalars)
         dq, dk, dv, dbias, dweight = differentiate.backward(choice, dout, dlse, saved, need)

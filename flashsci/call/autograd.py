@@ -36,7 +36,7 @@ from flashsci.call.ops import (
 from flashsci.call.plans import Plan
 from flashsci.call.tracing import transforming
 from flashsci.choice import backends, differentiate
-from flashsci.choice.gradients import Choice
+from flashsci.choice.gradients import unwritten, written
 from flashsci.errors import BackendError
 
 # Nodes take tensors and options one by one: autograd does not look for tensors inside tuples, nor functorch for
@@ -121,7 +121,7 @@ def _needed(found: Any, need: int) -> _Gradients:
     return tuple(g if need >> i & 1 else None for i, g in enumerate(found))
 
 
-def _backward(choice: Choice, dout: Any, dlse: Any, saved: Saved, need: int) -> _Gradients:
+def _backward(choice: str, dout: Any, dlse: Any, saved: Saved, need: int) -> _Gradients:
     """Gradients of q, k, v, bias, key_weight, None where not needed."""
     if (dout is None and dlse is None) or not need:
         return _NOTHING
@@ -135,12 +135,12 @@ def _backward(choice: Choice, dout: Any, dlse: Any, saved: Saved, need: int) -> 
         else:
             found = EagerBackward.apply(*given)
     else:
-        found = differentiate.backward(choice, dout, dlse, saved, need)
+        found = differentiate.backward(unwritten(choice), dout, dlse, saved, need)
     return _needed(found, need)
 
 
 def _double_backward(
-    choice: Choice, tangents: Tangents, dout: Any, dlse: Any, saved: Saved, need: int
+    choice: str, tangents: Tangents, dout: Any, dlse: Any, saved: Saved, need: int
 ) -> _Gradients:
     """Gradients of q, k, v, bias, key_weight, dout, dlse of <tangents, gradients of the first five>."""
     if all(t is None for t in tangents) or not need:
@@ -152,12 +152,12 @@ def _double_backward(
         else:
             found = _recorded_double_backward(*given)
     else:
-        module = differentiate.second_order(choice.forward, saved.tensors)
+        module = differentiate.second_order(unwritten(choice).forward, saved.tensors)
         found = module.double_backward(tangents, dout, dlse, saved, need)
     return _needed(found, need)
 
 
-def _recorded_double_backward(choice: Choice, *given: Any) -> tuple[Tensor, ...]:
+def _recorded_double_backward(choice: str, *given: Any) -> tuple[Tensor, ...]:
     """The node of :func:`_double_backward`, behind guards; its inputs are those of the pass."""
     tangents, dout, dlse, saved, need = PASSES["double_backward"].grouped(*given)
     fixed = guarded((dout, dlse, *saved.tensors, saved.out, saved.lse), THIRD)
@@ -174,7 +174,7 @@ def _any_batch(*tensors: Tensor | None) -> bool:
 
 
 def _along(
-    choice: Choice,
+    choice: str,
     tangents: Tangents,
     tdout: Any,
     tdlse: Any,
@@ -193,14 +193,16 @@ def _along(
 
 
 class Forward(torch.autograd.Function):
-    """out, lse = attention; the inputs are the Choice, the fields of Tensors, and those of Scalars."""
+    """out, lse = attention; the inputs are the Choice as :func:`written`, the fields of Tensors, and those of Scalars."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(choice: Choice, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(choice: str, *inputs: Any) -> tuple[Tensor, Tensor]:
         tensors, scalars = Tensors(*inputs[:_TENSORS]), Scalars(*inputs[_TENSORS:])
-        result: tuple[Tensor, Tensor] = backends.kernels(choice.forward).forward(tensors, scalars)
+        result: tuple[Tensor, Tensor] = backends.kernels(unwritten(choice).forward).forward(
+            tensors, scalars
+        )
         return result
 
     @staticmethod
@@ -304,7 +306,7 @@ def _backward_of_equal_ranks(
         return plan.backward(dout, dlse, saved, need)
     *tensors, out, lse = saved
     kept = Saved(Tensors(*tensors), out.detach(), lse.detach(), plan.scalars)
-    return _backward(plan.choice, dout, dlse, kept, need)
+    return _backward(written(plan.choice), dout, dlse, kept, need)
 
 
 #: ``apply`` without the search for functorch's tensors, which ``ops.plain`` has done already.
@@ -319,16 +321,18 @@ def _saved(ctx: Any) -> Saved:
 
 
 class Backward(torch.autograd.Function):
-    """dq, dk, dv, dbias, dkey_weight; the inputs are the Choice, dout, dlse, the fields of Saved, and
+    """dq, dk, dv, dbias, dkey_weight; the inputs are the Choice as :func:`written`, dout, dlse, the fields of Saved, and
     ``need``."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        choice: Choice, dout: Tensor | None, dlse: Tensor | None, *inputs: Any
+        choice: str, dout: Tensor | None, dlse: Tensor | None, *inputs: Any
     ) -> tuple[Tensor, ...]:
-        return differentiate.backward(choice, dout, dlse, Saved.of(inputs[:-1]), inputs[-1])
+        return differentiate.backward(
+            unwritten(choice), dout, dlse, Saved.of(inputs[:-1]), inputs[-1]
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -375,14 +379,14 @@ def _keep_backward(ctx: Any, inputs: tuple[Any, ...]) -> None:
 
 
 class Jvp(torch.autograd.Function):
-    """Tangents of out and lse; the inputs are the Choice, the fields of Tangents and those of Saved."""
+    """Tangents of out and lse; the inputs are the Choice as :func:`written`, the fields of Tangents and those of Saved."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(choice: Choice, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(choice: str, *inputs: Any) -> tuple[Tensor, Tensor]:
         tangents, saved = Tangents(*inputs[:_LEAVES]), Saved.of(inputs[_LEAVES:])
-        module = differentiate.second_order(choice.forward, saved.tensors)
+        module = differentiate.second_order(unwritten(choice).forward, saved.tensors)
         result: tuple[Tensor, Tensor] = module.jvp(tangents, saved)
         return result
 
@@ -414,16 +418,16 @@ class Jvp(torch.autograd.Function):
 class DoubleBackward(torch.autograd.Function):
     """Gradients of q, k, v, bias, key_weight, dout, dlse.
 
-    The inputs are the Choice, cotangents of the first five's gradients, then those of :class:`Backward`.
+    The inputs are the Choice as :func:`written`, cotangents of the first five's gradients, then those of :class:`Backward`.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(choice: Choice, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(choice: str, *inputs: Any) -> tuple[Tensor, ...]:
         tangents, (dout, dlse) = Tangents(*inputs[:_LEAVES]), inputs[_LEAVES : _LEAVES + 2]
         saved, need = Saved.of(inputs[_LEAVES + 2 : -1]), inputs[-1]
-        module = differentiate.second_order(choice.forward, saved.tensors)
+        module = differentiate.second_order(unwritten(choice).forward, saved.tensors)
         result: tuple[Tensor, ...] = module.double_backward(tangents, dout, dlse, saved, need)
         return result
 

@@ -15,6 +15,7 @@ from flashsci.call import arguments, second_order
 from flashsci.call.ops import Given, Tensors, follow_layout, plain
 from flashsci.call.plans import Call, Plan, Run, remember
 from flashsci.call.tracing import count_flops, transforming_eagerly
+from flashsci.choice.gradients import written
 
 
 def run(
@@ -54,7 +55,7 @@ def run(
         from flashsci.call.autograd import Forward
 
         given = plan.raised(tensors).inner_contiguous()
-        result: tuple[Tensor, Tensor] = Forward.apply(plan.choice, *given, *plan.scalars)
+        result: tuple[Tensor, Tensor] = Forward.apply(written(plan.choice), *given, *plan.scalars)
         return result
     direct = plain(tensors)
     if direct and call is not None and plan.settled and not plan.scalars.dropout_p:

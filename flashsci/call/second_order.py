@@ -13,7 +13,7 @@ from flashsci.call import recording
 from flashsci.call.ops import Scalars, Tensors
 from flashsci.call.tracing import transforming
 from flashsci.choice import backends, differentiate
-from flashsci.choice.gradients import named
+from flashsci.choice.gradients import named, written
 
 BACKENDS = ("sdpa",)  # backends whose graphs end there
 _GRADIENTS = 4  # of q, k, v, bias: SDPA has none of key weights
@@ -91,7 +91,9 @@ def _again(scalars: Scalars) -> Callable[..., tuple[Tensor]]:
         if tensors.q.is_cuda and differentiate.triton_rejects(tensors) is None:
             from flashsci.call.autograd import Forward  # imports the compiler
 
-            return (Forward.apply(named("triton"), *tensors.inner_contiguous(), *scalars)[0],)
+            return (
+                Forward.apply(written(named("triton")), *tensors.inner_contiguous(), *scalars)[0],
+            )
         return (backends.kernels("reference").forward(tensors, scalars)[0],)
 
     return compute

@@ -20,6 +20,7 @@ from flashsci.call import recording
 from flashsci.call.ops import Given, Tensors, follow_layout, plain
 from flashsci.call.plans import Call, Plan, Run, remember
 from flashsci.call.tracing import transforming
+from flashsci.choice.gradients import written
 
 
 def attend(
@@ -38,7 +39,9 @@ def attend(
     if torch.compiler.is_compiling() or transforming():
         from flashsci.call.autograd import Forward  # imports the compiler
 
-        out, lse = Forward.apply(plan.choice, *plan.raised(tensors).inner_contiguous(), *scalars)
+        out, lse = Forward.apply(
+            written(plan.choice), *plan.raised(tensors).inner_contiguous(), *scalars
+        )
         return with_sink(out, lse, sink)
     direct = plain((*tensors, sink))
     if not (plan.as_given and direct):

@@ -7,6 +7,7 @@ strides, and no call knows those of ``dout``.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from flashsci.call.problem import Problem
@@ -18,7 +19,7 @@ BY_RULES = "rules"
 
 
 class Choice(NamedTuple):
-    """The answer to the question who computes a call: hashable, and a constant to compilers."""
+    """The answer to the question who computes a call: constants, so that a compiler keeps it."""
 
     forward: str  # the backend whose kernels compute the call
     gradients: str  # the backend of its gradients, or BY_RULES
@@ -33,6 +34,18 @@ class Choice(NamedTuple):
     def name(self) -> str:
         """The name of the request that makes this choice."""
         return OWN if self[:2] == named(OWN)[:2] else self.forward
+
+
+def written(choice: Choice) -> str:
+    """The choice as a string, which schemas of ops and functorch's trees take for one argument."""
+    return f"{choice.forward}|{choice.gradients}"
+
+
+@functools.cache
+def unwritten(text: str) -> Choice:
+    """The inverse of :func:`written`, without the reason."""
+    forward, _, gradients = text.rpartition("|")
+    return Choice(forward, gradients)
 
 
 def named(name: str) -> Choice:
