@@ -130,6 +130,10 @@ class Explanation:
     reasons: dict[str, str | None]  # why a backend cannot serve the call; None: it can
     evidence: str = ""
     remarks: dict[str, str] = field(default_factory=dict)  # on backends that can serve it
+    #: Kernels of the call and of its gradients, "sm90/triangle_fwd": folders of csrc, in the order of their launches.
+    #: None if the backend is not cuda, or if nothing is known of them here.
+    kernel: str | None = None
+    gradient_kernel: str | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -148,6 +152,10 @@ class Explanation:
             if name in self.remarks:
                 text += f"; {self.remarks[name]}"
             lines.append(f" {sign} {name:<9} {text}")
+        if self.kernel is not None:
+            gradients = self.gradient_kernel
+            tail = "" if gradients is None else f"; its gradients: {gradients}"
+            lines.append(f"    kernels: {self.kernel}{tail}")
         if self.evidence:
             lines.append(f"    order of 'auto': {self.evidence}")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The library names the kernels that it would launch, on a device that is only described; what Python says of them agrees."""
+"""The library names the kernels that it would launch, on a device that is only described; Python decides by these names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashsci.backends.cuda import layouts, library, rehearsal, served
+from flashsci.backends.cuda import decisions, library, rehearsal, served
 from flashsci.backends.cuda.rehearsal import A100, H100, T4
 from flashsci.call import ops
 from flashsci.call.problem import Problem
@@ -113,7 +120,8 @@ def drawn(choose: random.Random):
     return q, k, v, bias, mask, scalars, need
 
 
-def test_python_agrees_on_the_bias_and_mask_that_the_hopper_backward_takes():
+def test_decisions_are_those_of_a_launch_on_the_tensors_themselves():
+    """Asked with descriptions of the tensors, of any strides and offsets."""
     choose, seen = random.Random(3), set()
     for _ in range(400):
         q, k, v, bias, mask, scalars, need = drawn(choose)
@@ -122,12 +130,63 @@ def test_python_agrees_on_the_bias_and_mask_that_the_hopper_backward_takes():
         tensors = ops.Tensors(q, k, v, bias, mask=mask)
         saved = ops.Saved(tensors, *ops.fake_forward(tensors), scalars)
         plain = bias is None and mask is None
-        assert layouts.hopper_takes(saved, need) == (plain or by_hopper), (q.shape, bias, mask, scalars)  # fmt: skip
+        assert decisions.hopper_takes(saved, need) == (plain or by_hopper), (q.shape, bias, mask, scalars)  # fmt: skip
+        assert rehearsal.folders(decisions.backward(saved, need)) == folders
         seen.add(by_hopper)
     assert seen == {True, False}
 
 
-def test_python_agrees_on_short_calls():
+def test_an_offset_into_memory_decides():
+    q, bias = empty(2, 4, 128, 64), torch.empty(2, 4, 128, 136, dtype=torch.bfloat16, device="meta")
+    for first, taken in ((0, True), (8, True), (4, False)):
+        tensors = ops.Tensors(q, q, q, bias[..., first : first + 128])
+        saved = ops.Saved(tensors, *ops.fake_forward(tensors), PLAIN)
+        assert decisions.hopper_takes(saved, 7) is taken
+
+
+def test_questions_are_asked_once_and_unseen():
+    """By no mode and no transform; again only of another kind of call."""
+    q, bias = torch.empty(2, 4, 128, 64), torch.empty(2, 4, 128, 128)
+    tensors = ops.Tensors(q.half(), q.half(), q.half(), bias)
+    saved = ops.Saved(tensors, *ops.fake_forward(tensors), PLAIN)
+    asked = decisions._backward.cache_info
+    expected = decisions.hopper_takes(saved, 7)
+    before = asked().misses
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    with Seeing():
+        assert decisions.hopper_takes(saved, 7) is expected
+        assert asked().misses == before
+        decisions.hopper_takes(saved, 15)
+    assert asked().misses == before + 1
+
+    def mapped(x):
+        given = saved._replace(tensors=tensors._replace(q=x))
+        return x.sum() * decisions.hopper_takes(given, 3)
+
+    torch.vmap(mapped)(torch.empty(3, 2, 4, 128, 64).half())
+
+
+def test_a_compilers_sizes_are_those_it_traces_with():
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 4)
+    for keys, taken in ((128, True), (130, False)):
+        real = torch.empty(2, 4, 128, 64), torch.empty(2, 4, keys, 64), torch.empty(2, 4, 128, keys)
+        q, k, bias = (mode.from_tensor(x.half(), symbolic_context=dynamic) for x in real)
+        assert type(bias.shape[3]) is not int
+        with mode:
+            tensors = ops.Tensors(q, k, k, bias)
+            saved = ops.Saved(tensors, *ops.fake_forward(tensors), PLAIN)
+        guards = len(shapes.guards)
+        assert decisions.hopper_takes(saved, 7) is taken
+        assert len(shapes.guards) == guards, "no condition on a size"
+
+
+def test_short_gradients_by_older_kernels():
     choose, seen = random.Random(4), set()
     for _ in range(300):
         batch, heads = choose.choice(((1, 4), (1, 131), (1, 132), (11, 12)))
@@ -138,6 +197,32 @@ def test_python_agrees_on_short_calls():
         problem = Problem(
             "cuda", (9, 0), torch.bfloat16, heads, heads, dim, dim, batch=(batch,), seq_q=rows, seq_k=keys
         )  # fmt: skip
-        assert served.is_short(problem) == older, (q.shape, k.shape)
+        assert (served.older_backward(problem) == 80) == older, (q.shape, k.shape)
         seen.add(older)
+    assert seen == {True, False}
+
+
+def test_key_weights_are_refused_where_no_kernel_takes_them():
+    """The one rule that Python repeats, because a refusal states it."""
+    choose, seen = random.Random(5), set()
+    for _ in range(300):
+        heads = choose.choice((4, 4, 8))
+        rows, keys = (choose.choice((1, 24, 32, 32, 33)) for _ in range(2))
+        dims = choose.choice(((16, 16), (64, 64), (64, 4), (68, 16), (16, 18)))
+        softcap, right = choose.choice((0.0, 0.0, 0.0, 5.0)), choose.choice((-1, -1, 0))
+        biased = choose.random() < 0.1
+        shapes = (heads, rows, dims[0]), (4, keys, dims[0]), (4, keys, dims[1])
+        q, k, v = (empty(3, *n, dtype=torch.float32) for n in shapes)
+        weights = empty(3, 1, keys, dtype=torch.float32)
+        bias = empty(3, heads, rows, keys, dtype=torch.float32) if biased else None
+        problem = Problem(
+            "cuda", (9, 0), torch.float32, heads, 4, *dims, batch=(3,), seq_q=rows, seq_k=keys, key_weight=True,
+            softcap=softcap, window_right=right, bias_shape=None if bias is None else tuple(bias.shape),
+            precision="tf32x3",
+        )  # fmt: skip
+        tensors = ops.Tensors(q, k, v, bias, weights)
+        scalars = PLAIN._replace(softcap=softcap, window_right=right)
+        taken = decisions.takes_weights(tensors, scalars)
+        assert (served.rejects(problem) is None) == taken, problem
+        seen.add(taken)
     assert seen == {True, False}
