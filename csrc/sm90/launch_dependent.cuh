@@ -11,8 +11,8 @@ namespace flashsci::sm90 {
 // Starts before its predecessor in the stream ends, which hides the launch time. The kernel waits
 // for that end (ptx::wait_for_prerequisites) before it reads or writes memory.
 template <auto kKernel, class... Arguments>
-cudaError_t launch_beside(int64_t blocks, int threads, int shared, cudaStream_t stream,
-                          const Arguments&... arguments) {
+cudaError_t launch_dependent(int64_t blocks, int threads, int shared, cudaStream_t stream,
+                             const Arguments&... arguments) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

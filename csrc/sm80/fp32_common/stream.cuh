@@ -12,7 +12,9 @@
 #include "../../core/smem_tile.cuh"
 #include "../../core/split_fp16.cuh"
 #include "../../ptx/cp_async.cuh"
-#include "../../ptx/redux.cuh"
+#include "../../ptx/math.cuh"
+#include "../../ptx/reduce.cuh"
+#include "../../ptx/shared.cuh"
 
 namespace flashsci::sm80 {
 

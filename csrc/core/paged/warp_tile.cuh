@@ -1,14 +1,12 @@
-// A warp's part of a tile of paged attention: 16 rows, and some of the keys.
+// A warp's share of a tile of paged attention: 16 rows, and some of the keys.
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/mma_f16.cuh"
-#include "../../ptx/redux.cuh"
 #include "../../ptx/shared.cuh"
 #include "../lazy_softmax.cuh"
 #include "config.cuh"
 #include "format.cuh"
-#include "queries.cuh"
+#include "load_q.cuh"
 
 namespace flashsci::paged {
 
@@ -51,7 +49,7 @@ struct Rows {
 // then has other pieces of K, and each 8 keys another order, so that no two lanes use the same
 // bank.
 template <class Op, class Format, class C>
-struct Part {
+struct WarpTile {
   static constexpr int kColumns = C::kColumns, kBoxes = C::kBoxes;
   static constexpr int kPieces = C::kRowBytes / 64;  // of 16 bytes: a lane's in a row of K in a box
   static constexpr int kWords = C::kRowBytes / 32;   // a lane's in a row of V in a box
@@ -75,8 +73,8 @@ struct Part {
   uint32_t q[C::kKeepsQ ? kSteps : 1][4];
   float q_unit[2];
 
-  __device__ __forceinline__ Part(Storage<C>& shared_, const Args& args_, const Rows& rows_,
-                                  uint32_t q_stage_, int warp_)
+  __device__ __forceinline__ WarpTile(Storage<C>& shared_, const Args& args_, const Rows& rows_,
+                                      uint32_t q_stage_, int warp_)
       : shared(shared_),
         args(args_),
         rows(rows_),

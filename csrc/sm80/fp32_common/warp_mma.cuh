@@ -8,6 +8,8 @@
 
 #include "../../core/split_fp16.cuh"
 #include "../../ptx/ldmatrix.cuh"
+#include "../../ptx/math.cuh"
+#include "../../ptx/mma.cuh"
 
 namespace flashsci::sm80 {
 

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../../core/head_coord.cuh"
+#include "../../core/coord.cuh"
 #include "../../core/mask.cuh"
 #include "../../include/flashsci.h"
 #include "stream.cuh"

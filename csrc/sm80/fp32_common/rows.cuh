@@ -5,9 +5,10 @@
 
 #include <cstdint>
 
-#include "../../core/head_coord.cuh"
+#include "../../core/coord.cuh"
 #include "../../core/softmax.cuh"
 #include "../../core/split_fp16.cuh"
+#include "../../include/flashsci.h"
 
 namespace flashsci::sm80 {
 

@@ -1,4 +1,4 @@
-// The place of a block of the backward: its head, its batch entry, and the tiles of its rows.
+// The tiles of rows that the backward copies, with 16-byte accesses or smaller ones.
 #pragma once
 #include <cstdint>
 
@@ -6,26 +6,6 @@
 #include "smem_tile.cuh"
 
 namespace flashsci {
-
-// The head and batch entry that a block works on: `heads` heads of `tiles` blocks each.
-struct TileCoord {
-  uint32_t tile, batch, batch0, batch1, head;
-
-  __device__ __forceinline__ TileCoord(uint32_t block, uint32_t tiles, int heads,
-                                       const FlashsciBackwardParams& p) {
-    const uint32_t batch_head = block / tiles;
-    tile = block - batch_head * tiles;
-    batch = batch_head / static_cast<uint32_t>(heads);
-    head = batch_head - batch * static_cast<uint32_t>(heads);
-    batch0 = batch / static_cast<uint32_t>(p.batch1);
-    batch1 = batch - batch0 * static_cast<uint32_t>(p.batch1);
-  }
-  // Elements from the start of a tensor, in 64 bits.
-  template <class Strides>
-  __device__ __forceinline__ int64_t offset(const Strides& strides, uint32_t of_head) const {
-    return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
-  }
-};
 
 // A tile of a tensor, its rows [row, row + rows_valid) of one head.
 template <class C, int kRows>

@@ -24,12 +24,12 @@ static __device__ uint32_t steps_begun;
 inline constexpr uint32_t kAll = 1 << 24;
 
 // For the warp that loads keys.
-struct Pace {
+struct Lockstep {
   const uint32_t ctas;
   const bool counts;  // all CTAs of a launch count, or none
   bool waits;
 
-  __device__ __forceinline__ explicit Pace(const Runs& runs)
+  __device__ __forceinline__ explicit Lockstep(const Runs& runs)
       : ctas(runs.ctas),
         counts(runs.total >= runs.ctas * static_cast<int>(kSteps * kStep)),
         waits(true) {}

@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/mma_f16.cuh"
+#include "../../ptx/convert.cuh"
 #include "../../ptx/shared.cuh"
 #include "config.cuh"
 
