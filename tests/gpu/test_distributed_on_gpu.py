@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flashsci.testing.drawing import SeededChoices
+from flashsci.testing.choices import SeededChoices
 from tests.support.distributed_calls import (
     Split,
     call_quietly_by_groups,

@@ -403,7 +403,7 @@ def test_every_generated_case_has_an_answer_about_hopper(full_build):
     """Of any ranks, broadcast dims and views, as plans ask it before gradients are computed."""
     from flashsci.backends.cuda import hopper_takes
     from flashsci.testing import generate
-    from flashsci.testing.inputs import make_inputs
+    from flashsci.testing.making import make_inputs
 
     found = set()
     for case in generate(11, 400):

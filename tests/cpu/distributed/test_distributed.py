@@ -14,7 +14,7 @@ import flashsci
 import flashsci.distributed
 from flashsci.call.derivatives import ENTRIES
 from flashsci.testing import Case, Variant
-from flashsci.testing.drawing import strategy_of
+from flashsci.testing.choices import strategy_of
 from tests.support.distributed_calls import (
     Split,
     agreement_of,

@@ -11,7 +11,8 @@ import torch
 
 from flashsci.call.ops import empty_like_layout
 from flashsci.testing import Case, Inputs, Judge, Variant, make_inputs
-from flashsci.testing.drawing import SeededChoices, draw_case
+from flashsci.testing.choices import SeededChoices
+from flashsci.testing.drawing import draw_case
 from tests.cpu.emulator.emulated import build, emulate, is_found
 from tools.kernels.launchers import (
     BackwardParams,
