@@ -15,7 +15,14 @@ from flashsci.call.dispatch import run, seed_for
 from flashsci.call.ops import Given, Tensors
 from flashsci.call.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
 from flashsci.call.problem import has_inner_heads, sums_bias
-from flashsci.call.tracing import autocast, hides_sizes, is_traced, rounds_products, tracer_paused
+from flashsci.call.tracing import (
+    autocast,
+    hides_sizes,
+    is_traced,
+    rounds_products,
+    sizes_from_data,
+    tracer_paused,
+)
 from flashsci.choice import registry
 
 FP8 = fp8.FP8  # one look-up: every call asks
@@ -322,6 +329,7 @@ def describe(
     features["mask"] = mask is not None
     if hides_sizes(q, k, v):
         features["bias_shape"] = None if bias is None else ()
+        features["sizes_from_data"] = sizes_from_data(q, k)
     else:
         bias_shape = None if bias is None else tuple(bias.shape)
         features.update(batch=batch, seq_q=q.shape[-2], seq_k=k.shape[-2], bias_shape=bias_shape)

@@ -18,6 +18,7 @@ from flashsci.call.plans import grad_enabled, gradients, keep, plans, signature
 from flashsci.call.tracing import count_flops, modes, transforming_eagerly
 from flashsci.choice import registry
 from flashsci.errors import BackendError
+from flashsci.loaded import Loaded
 
 _KINDS = frozenset((Tensor, torch.nn.Parameter, NoneType))  # the types that a key describes
 
@@ -110,7 +111,7 @@ def paged_attention(
     if out is None:
         out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     try:
-        lse = _LOADED[plan.backend].attention(tensors, out, plan.scalars)
+        lse = getattr(_LOADED, plan.backend).attention(tensors, out, plan.scalars)
     except BackendError as error:  # only the kernels know strides and pages
         if registry.requested(backend)[0] != "auto" or plan.backend == "triton":
             raise
@@ -394,7 +395,7 @@ _HOMES = {
     "triton": "flashsci.backends.triton.plans.paged",
     "cuda": "flashsci.backends.cuda.paged",
 }
-_LOADED: dict[str, PagedOps] = {}
+_LOADED: Loaded[PagedOps] = Loaded()
 
 
 def _load(name: str) -> str:

@@ -33,6 +33,7 @@ from flashsci.call.residual_ops import MAX_HEAD_DIM, Kernels, ResidualCall, scor
 from flashsci.call.tracing import autocast, count_flops, hides_sizes, transforming
 from flashsci.choice import registry
 from flashsci.errors import BackendError
+from flashsci.loaded import Loaded
 
 PARTS = ""  # no kernels: from parts
 
@@ -226,7 +227,7 @@ def backend_of(
     return str(name)
 
 
-_LOADED: dict[str, Kernels | None] = {PARTS: None}
+_LOADED: Loaded[Kernels | None] = Loaded(**{PARTS: None})
 
 
 @registry.settled

@@ -26,6 +26,7 @@ from flashsci.call.problem import Problem, sums_bias
 from flashsci.call.tracing import count_flops, rounds_products
 from flashsci.choice import preferences
 from flashsci.errors import BackendError
+from flashsci.loaded import Loaded
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,10 @@ class Explanation:
 
 
 class _Override(threading.local):
-    name: str | None = None
-    strict: bool = False
+    def __init__(self) -> None:
+        # Attributes of the instance: a compiler that traces `use_backend` finds the same ones afterwards.
+        self.name: str | None = None
+        self.strict = False
 
 
 _override = _Override()
@@ -572,8 +575,8 @@ def _refusal(found: Explanation) -> str:
     return message + _advice(_able(found.problem, found.reasons))
 
 
-# Modules of the backends chosen so far, for callers that torch.compile traces: it follows a dict, not an import.
-LOADED: dict[str, Any] = {}
+# Modules of the backends chosen so far, for callers that torch.compile traces: it follows no import.
+LOADED: Loaded[Any] = Loaded()
 
 
 def call(
@@ -607,21 +610,26 @@ def settled(function: Callable[..., str]) -> Callable[..., str]:
     """A decision that a compiler makes once per trace, from constants alone.
 
     It raises the refusals of ``function`` where a compiler passes them on: inside a constant, a refusal would be an
-    internal error of the compiler.
+    internal error of the compiler. It passes on the backend of ``use_backend``: a compiler that traces the context
+    sets it only when the program runs, and traces again where another one is set outside.
     """
 
-    def outcome(*arguments: Any) -> tuple[str, str | None]:
+    def outcome(name: str | None, strict: bool, *arguments: Any) -> tuple[str, str | None]:
+        before = _override.name, _override.strict
+        _override.name, _override.strict = name, strict
         try:
             return function(*arguments), None
         except BackendError as error:
             return "", str(error)
+        finally:
+            _override.name, _override.strict = before
 
     # This is the attribute that torch.compiler.assume_constant_result sets; importing the compiler is not needed.
     outcome._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @functools.wraps(function)
     def found(*arguments: Any) -> str:
-        name, refusal = outcome(*arguments)
+        name, refusal = outcome(_override.name, _override.strict, *arguments)
         if refusal is not None:
             raise BackendError(refusal)
         return name

@@ -17,6 +17,7 @@ from flashsci.call.paged_ops import PagedOps, PagedScalars, PagedTensors
 from flashsci.call.problem import Problem
 from flashsci.check import planning, units
 from flashsci.choice import registry
+from flashsci.loaded import Loaded
 from flashsci.testing import PagedCase, PagedVariant, make_paged_inputs
 
 UNITS = ("paged_fp16", "paged_bf16", "paged8_fp16", "paged8_bf16")
@@ -170,7 +171,7 @@ def test_auto_goes_to_triton_where_strides_do_not_fit(monkeypatch):
         "cuda": PagedOps(attention, None),
         "triton": PagedOps(lambda tensors, out, scalars: out.fill_(7.0), None),
     }
-    monkeypatch.setattr(paged, "_LOADED", ops)
+    monkeypatch.setattr(paged, "_LOADED", Loaded(**ops))
     monkeypatch.setattr(paged, "_decide", lambda *call: "cuda")
     tensors = given()[0]
     call = dict(
