@@ -12,7 +12,7 @@ from flashsci.call import arguments, transforms
 from flashsci.call.fp8_ops import FP8, FP8Attention, FP8Scalars, FP8Tensors, rows_per_scale
 from flashsci.call.tracing import count_flops, hides_sizes
 from flashsci.choice import registry
-from flashsci.loaded import Loaded
+from flashsci.choice.loaded import Loaded
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -17,8 +17,8 @@ from flashsci.call.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
 from flashsci.call.plans import grad_enabled, gradients, keep, plans, signature
 from flashsci.call.tracing import count_flops, modes, transforming_eagerly
 from flashsci.choice import registry
+from flashsci.choice.loaded import Loaded
 from flashsci.errors import BackendError
-from flashsci.loaded import Loaded
 
 _KINDS = frozenset((Tensor, torch.nn.Parameter, NoneType))  # the types that a key describes
 

@@ -32,8 +32,8 @@ from flashsci.call.plans import (
 from flashsci.call.residual_ops import MAX_HEAD_DIM, Kernels, ResidualCall, scores_dtype
 from flashsci.call.tracing import autocast, count_flops, hides_sizes, transforming
 from flashsci.choice import registry
+from flashsci.choice.loaded import Loaded
 from flashsci.errors import BackendError
-from flashsci.loaded import Loaded
 
 PARTS = ""  # no kernels: from parts
 

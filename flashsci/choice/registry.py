@@ -25,8 +25,8 @@ from flashsci.call.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
 from flashsci.call.problem import Problem, sums_bias
 from flashsci.call.tracing import count_flops, rounds_products
 from flashsci.choice import preferences
+from flashsci.choice.loaded import Loaded
 from flashsci.errors import BackendError
-from flashsci.loaded import Loaded
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 import flashsci
 from flashsci.choice import registry
-from flashsci.loaded import Loaded
+from flashsci.choice.loaded import Loaded
 from tests.support.everywhere import DEVICE
 
 pytestmark = pytest.mark.usefixtures("loaded")

@@ -17,7 +17,7 @@ from flashsci.call.paged_ops import PagedOps, PagedScalars, PagedTensors
 from flashsci.call.problem import Problem
 from flashsci.check import planning, units
 from flashsci.choice import registry
-from flashsci.loaded import Loaded
+from flashsci.choice.loaded import Loaded
 from flashsci.testing import PagedCase, PagedVariant, make_paged_inputs
 
 UNITS = ("paged_fp16", "paged_bf16", "paged8_fp16", "paged8_bf16")
