@@ -41,8 +41,8 @@ from tests.support.distributed_calls import (
     triangle_problem,
     triangles,
 )
+from tests.support.emulated_ranks import World, settled
 from tests.support.ranks import Ranks
-from tools.distributed.emulated_ranks import World, settled
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
 

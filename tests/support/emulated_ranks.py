@@ -1,20 +1,16 @@
-"""An emulation of a mesh in one process, which is each rank in turn, and the time of the real mesh.
+"""An emulation of a mesh in one process, which is each rank in turn.
 
-`World.run` makes this process rank r of W: torch.distributed is initialised as such, over a process group whose
-messages are kept. A rank receives the messages that the others sent in an earlier pass over all ranks; the emulated
-code does not know of it. Messages of flashsci.distributed depend on one another (lengths, if they differ; keys;
-gradients under the whole out): after PASSES passes every result is right. The computation of a rank between two
-messages is timed; `simulate` combines the times of all ranks and the sizes of their messages into the time that
-they would take in parallel.
+`World.run` makes this process rank r of W: torch.distributed is initialised as such, over a process group that keeps
+messages. A rank receives the messages that the others sent in an earlier pass over all ranks; the emulated code does
+not know of it. Messages of flashsci.distributed depend on one another (lengths, if they differ; keys; gradients under
+the whole out): after PASSES passes every result is right. The steps of a rank are its messages in order.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,24 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashsci.distributed.agreement import WIDTH
 
 PASSES = 6  # until every message, and its dependents, is right; 3 if all ranks have equal row counts and share nothing
-MESSAGES = ("send", "receive")
 Key = tuple[int, int, int]  # from, to, number of earlier messages that way
 
 
 class Step(NamedTuple):
-    """A stretch of computation and the event that ends it."""
+    """A message of a rank, the wait for one, or a mark."""
 
-    seconds: float
     what: str  # "send", "receive", "wait", "collective", "phase"
     key: Any = None  # of the message, or of the awaited one; of a collective its number; of a phase its name
     size: int = 0  # bytes that this rank sends or, for "receive", gets
-
-    def of_rank(self, shift: int, world: int) -> Step:
-        """The same for the rank ``shift`` places on, if all ranks do the same."""
-        if not isinstance(self.key, tuple):
-            return self
-        source, to, n = self.key
-        return self._replace(key=((source + shift) % world, (to + shift) % world, n))
 
 
 class World:
@@ -52,39 +39,34 @@ class World:
     Args:
         size: the number of ranks.
         device: "cuda" or "cpu".
-        real: messages are kept, and arrive in the next pass. Otherwise ranks get random numbers: for timing sequences
-            whose messages would fill the memory.
     """
 
-    def __init__(self, size: int, device: str, real: bool = True):
-        self.size, self.device, self.real = size, device, real
-        self.frozen = (
-            False  # messages stay as they are: only the ranks' own work takes time or memory
-        )
+    def __init__(self, size: int, device: str):
+        self.size, self.device = size, device
         self.messages: dict[Any, Tensor] = {}
 
     def run(self, rank: int, function: Callable[[DeviceMesh], Any]) -> tuple[Any, list[Step]]:
         """The result of ``function`` on a rank, and the rank's steps."""
         global _present
-        self.rank, self.sent, self._marks = rank, Counter[Any](), []
+        self.rank, self.sent, self.steps = rank, Counter[Any](), list[Step]()
         self.works: list[Done] = []
         _present = self
         hook = sys.excepthook  # to which torch adds one each time
         dist.init_process_group("emulated", store=dist.HashStore(), rank=rank, world_size=self.size)
         try:
             mesh = DeviceMesh(self.device, list(range(self.size)))
-            self._since = self._now()
             result = function(mesh)
             self.phase("end")
+            if self.device == "cuda":
+                torch.cuda.synchronize()  # an error of a kernel belongs to this rank
         finally:
             dist.destroy_process_group()
             sys.excepthook, _present = hook, None
-        return result, self._trace()
+        return result, self.steps
 
     def phase(self, name: str) -> None:
         """Add a mark to the steps of the present rank."""
         self._mark("phase", name, 0)
-        self._since = self._now()
 
     # The interface of process groups.
 
@@ -92,20 +74,17 @@ class World:
         key = self._key(self.rank, to)
         self._mark("send", key, x.nbytes)
         self._keep(key, x)
-        self._since = self._now()
         return Done(self, key)
 
     def receive(self, x: Tensor, source: int) -> Done:
         key = self._key(source, self.rank)
         self._mark("receive", key, x.nbytes)
         self._hand_out(x, self.messages.get(key))
-        self._since = self._now()
         return Done(self, key)
 
     def wait(self, key: Any) -> None:
         if key is not None:
             self._mark("wait", key, 0)
-            self._since = self._now()
 
     def all_gather(self, out: Tensor, x: Tensor) -> Done:
         number = self._collective(x, x.nbytes * (self.size - 1))
@@ -114,7 +93,6 @@ class World:
             # Numbers that ranks compare, and sizes: its own.
             kept = x if rank == self.rank else self.messages.get(("whole", number, rank), x)
             part.copy_(kept.view(part.shape))
-        self._since = self._now()
         return Done(self, None if _agrees(x) else number)
 
     def all_to_all(
@@ -127,7 +105,6 @@ class World:
             self._keep(("part", number, self.rank, to), part)
         for source, part in enumerate(out.split(received)):
             self._hand_out(part, self.messages.get(("part", number, source, self.rank)))
-        self._since = self._now()
         return Done(self, number)
 
     # Its implementation.
@@ -144,8 +121,6 @@ class World:
         return self.sent["collectives"]
 
     def _keep(self, key: Any, x: Tensor) -> None:
-        if self.frozen or not (self.real or _agrees(x)):
-            return
         kept = self.messages.get(key)
         if kept is None or kept.shape != x.shape or kept.dtype != x.dtype:
             self.messages[key] = x.detach().clone()
@@ -161,23 +136,7 @@ class World:
             x.zero_()
 
     def _mark(self, what: str, key: Any, size: int) -> None:
-        self._marks.append((self._since, self._now(), what, key, size))
-
-    def _now(self) -> Any:
-        if self.device != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _trace(self) -> list[Step]:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        found = []
-        for begin, end, *rest in self._marks:
-            seconds = begin.elapsed_time(end) / 1e3 if self.device == "cuda" else end - begin
-            found.append(Step(seconds, *rest))
-        return found
+        self.steps.append(Step(what, key, size))
 
 
 def _agrees(x: Tensor) -> bool:
@@ -262,77 +221,4 @@ def settled(world: World, function: Callable[[DeviceMesh], Any], passes: int = P
             except (RuntimeError, ValueError):
                 if turn == passes - 1:
                     raise
-    world.frozen = True
     return results
-
-
-def simulate(traces: Sequence[Sequence[Step]], link: float, latency: float) -> float:
-    """Seconds until the last rank is done. A rank computes while its messages are under way, and waits where it waits.
-
-    As with NCCL, the messages that a rank begins together are in flight together, sent and received at full speed
-    each way. They begin when the rank's computation before them and its earlier messages are complete.
-
-    Args:
-        traces: the steps of each rank.
-        link: bytes per second that a rank sends while it receives as many.
-        latency: seconds of a message in addition to its bytes.
-    """
-    ranks = [_Rank(trace) for trace in traces]
-    place: dict[Any, int] = {}  # of a message at a rank: the number of its batch
-    for r, rank in enumerate(ranks):
-        for number, batch in enumerate(rank.batches):
-            for step in batch:
-                place[r, step.key] = number
-
-    @lru_cache(None)
-    def reached(r: int, position: int) -> float:
-        """When a rank has done the steps before a position, and computed up to it."""
-        if position == 0:
-            return traces[r][0].seconds
-        step, at = traces[r][position - 1], reached(r, position - 1)
-        if step.what == "wait":
-            at = max(at, done(r, place[r, step.key]))
-        return at + (traces[r][position].seconds if position < len(traces[r]) else 0.0)
-
-    @lru_cache(None)
-    def begun(r: int, number: int) -> float:
-        posted = reached(r, ranks[r].first[number])
-        return max(posted, done(r, number - 1)) if number else posted
-
-    @lru_cache(None)
-    def done(r: int, number: int) -> float:
-        end = begun(r, number)
-        for step in ranks[r].batches[number]:
-            others: Sequence[int]
-            if step.what == "collective":
-                others = [other for other in range(len(ranks)) if (other, step.key) in place]
-                size = max(s.size for o in others for s in ranks[o].batches[place[o, step.key]])
-            else:
-                source, to, _ = step.key
-                others, size = (to if source == r else source,), step.size
-            start = max(begun(r, number), *(begun(o, place[o, step.key]) for o in others))
-            end = max(end, start + latency + size / link)
-        return end
-
-    for position in range(
-        max(map(len, traces))
-    ):  # in order: each asks for little that is not known
-        for r, trace in enumerate(traces):
-            reached(r, min(position, len(trace)))
-    return max(reached(r, len(trace)) for r, trace in enumerate(traces))
-
-
-class _Rank:
-    """The batches of messages of a trace: sends and receives begun together, and collectives alone."""
-
-    def __init__(self, trace: Sequence[Step]):
-        self.batches: list[list[Step]] = []
-        self.first: list[int] = []  # the position at which each was begun
-        before = ""
-        for position, step in enumerate(trace):
-            if step.what == "send" == before or (step.what == "receive" and before in MESSAGES):
-                self.batches[-1].append(step)
-            elif step.what in (*MESSAGES, "collective"):
-                self.batches.append([step])
-                self.first.append(position)
-            before = step.what
