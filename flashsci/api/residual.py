@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.api.attention import attention, describe
+from flashsci.api.attention import attention
+from flashsci.api.attention import describe as describe_attention
 from flashsci.call import arguments, recording, repeats, transforms
 from flashsci.call.dispatch import seed_for
 from flashsci.call.ops import plain
@@ -29,6 +30,7 @@ from flashsci.call.plans import (
     repeated,
     signature,
 )  # fmt: skip
+from flashsci.call.problem import Problem
 from flashsci.call.residual_ops import MAX_HEAD_DIM, Kernels, ResidualCall, scores_dtype
 from flashsci.call.tracing import autocast, count_flops, hides_sizes, transforming
 from flashsci.choice import registry
@@ -108,15 +110,7 @@ def residual_attention(
         )
         if again is not None:
             return again((q, k, v, bias))
-    arguments.check_types(q, k, v, bias=bias)
-    if q.is_nested:
-        raise ValueError(
-            "residual_attention takes no nested tensors, whose scores have no common shape; pad them, with -inf in the bias"
-        )
-    if bias is not None and bias.dtype is torch.bool:
-        raise TypeError(
-            "bias is a bool tensor; a mask is -inf in the first layer's bias: torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)"
-        )
+    check(q, k, v, bias)
     options = arguments.Options.of(
         False, None, "upper_left", scale, None, dropout_p, False, None, precision
     )
@@ -148,6 +142,35 @@ def residual_attention(
         x if x.shape[:-2] == shape else x.reshape(*shape, *x.shape[-2:]) for x in results
     )
     return out, scores
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
+    """Refuse tensors of a kind that these calls do not take."""
+    arguments.check_types(q, k, v, bias=bias)
+    if q.is_nested:
+        raise ValueError(
+            "residual_attention takes no nested tensors, whose scores have no common shape; pad them, with -inf in the bias"
+        )
+    if bias is not None and bias.dtype is torch.bool:
+        raise TypeError(
+            "bias is a bool tensor; a mask is -inf in the first layer's bias: torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)"
+        )
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    options: arguments.Options,
+    needs_grad: bool,
+) -> tuple[Any, ...]:
+    """The arguments of registry.problem_of for a call, checked.
+
+    Raises:
+        TypeError, ValueError: as :func:`residual_attention` documents.
+    """
+    return describe_attention(q, k, v, bias, None, None, None, None, options, needs_grad)
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
@@ -215,31 +238,40 @@ def backend_of(
         TypeError, ValueError, BackendError: as :func:`residual_attention` documents.
     """
     if hides_sizes(q, k, v):
-        call = describe(q, k, v, bias, None, None, None, None, options, needs_grad)
+        call = describe(q, k, v, bias, options, needs_grad)
         return _decide(*call, backend)
     key = (
         "residual", *signature(q, k, v, bias), options, needs_grad and gradients(bias), registry.requested(backend)
     )  # fmt: skip
     name = plans.get(key)
     if name is None:
-        call = describe(q, k, v, bias, None, None, None, None, options, needs_grad)
+        call = describe(q, k, v, bias, options, needs_grad)
         name = keep(key, _decide(*call, backend))
     return str(name)
 
 
+HAVE_KERNELS = ("auto", "triton")  # the requests that kernels of both results may serve
 _LOADED: Loaded[Kernels | None] = Loaded(**{PARTS: None})
+
+
+def rejects(problem: Problem) -> str | None:
+    """Why kernels cannot compute both results of a call at once, or None."""
+    reason = registry.find("triton").rejects(problem)
+    if reason is None and max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        dims = f"{problem.head_dim} and {problem.head_dim_v}"
+        reason = (
+            f"its kernels of residual attention have head dims up to {MAX_HEAD_DIM}, got {dims}"
+        )
+    return reason
 
 
 @registry.settled
 def _decide(*call: Any) -> str:
     """The backend whose kernels serve ``(*arguments of problem_of, backend argument)``, then in _LOADED; or PARTS."""
     problem, (asked, _) = registry.problem_of(*call[:-1]), registry.requested(call[-1])
-    if asked not in ("auto", "triton"):
+    if asked not in HAVE_KERNELS:
         return PARTS
-    reason = registry.find("triton").rejects(problem)
-    widest = max(problem.head_dim, problem.head_dim_v)
-    if reason is None and widest > MAX_HEAD_DIM:
-        reason = f"its kernels of residual attention have head dims up to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
+    reason = rejects(problem)
     if reason is not None:
         if asked == "triton":
             raise BackendError(

@@ -9,17 +9,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flashsci.backends.cuda import library, rehearsal
 from flashsci.call.ops import NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
-from flashsci.call.tracing import tracer_paused
+from flashsci.call.tracing import is_traced, modes, tracer_paused
 
 
 class Described(NamedTuple):
@@ -37,8 +38,14 @@ class Described(NamedTuple):
         Raises:
             Unknown: a size depends on data, so that a compiler has no example of it.
         """
-        sizes, strides = (tuple(map(_number, numbers)) for numbers in (x.shape, x.stride()))
-        return cls(sizes, strides, _number(x.storage_offset()) % (16 // x.element_size()), x.dtype)
+        dtype = x.dtype
+        sizes: Any = x.shape
+        strides: Any = x.stride()
+        first: Any = x.storage_offset()
+        if modes() or type(x) not in (Tensor, Parameter):  # else there are no symbols
+            sizes, strides = (tuple(map(_number, numbers)) for numbers in (sizes, strides))
+            first = _number(first)
+        return cls(sizes, strides, first % (16 // dtype.itemsize), dtype)
 
     def contiguous(self) -> Described:
         steps = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
@@ -69,13 +76,13 @@ _Described = tuple[Described | None, ...]
 
 
 @contextmanager
-def _unobserved() -> Iterator[None]:
+def unobserved() -> Iterator[None]:
     """A context in which no mode, transform or tracer sees an op: a question is no part of a program."""
     with _disable_current_modes(), torch._C._DisableFuncTorch(), tracer_paused():
         yield
 
 
-def _device_of(device: torch.device) -> rehearsal.Device:
+def device_of(device: torch.device) -> rehearsal.Device:
     """The properties of a tensor's device; elsewhere than on a GPU of this machine those of Hopper."""
     real = device.type == "cuda" and torch.cuda.is_available()
     return rehearsal.Device.of(device) if real else rehearsal.H100
@@ -83,6 +90,10 @@ def _device_of(device: torch.device) -> rehearsal.Device:
 
 def _describe(*tensors: Tensor | None) -> _Described:
     return tuple([None if x is None else Described.of(x) for x in tensors])
+
+
+def _known(scalars: Scalars) -> Scalars:
+    return Scalars(*map(_number, scalars)) if modes() else scalars
 
 
 def _tensors(described: _Described) -> list[Any]:
@@ -99,51 +110,69 @@ def _answer(ask: Callable[..., rehearsal.Kernels | None], *given: Any) -> rehear
 
 @functools.lru_cache(maxsize=4096)
 def _forward(
-    tensors: _Described, scalars: Scalars, device: torch.device
+    tensors: _Described, scalars: Scalars, generation: int, device: torch.device
 ) -> rehearsal.Kernels | None:
-    with _unobserved():
+    with unobserved():
         given = Tensors(*_tensors(tensors))
-        return _answer(rehearsal.forward_kernels, given, scalars, _device_of(device))
+        return _answer(rehearsal.forward_kernels, given, scalars, device_of(device), generation)
 
 
 @functools.lru_cache(maxsize=4096)
 def _backward(
-    tensors: _Described, results: _Described, scalars: Scalars, need: int, device: torch.device
+    tensors: _Described,
+    results: _Described,
+    scalars: Scalars,
+    need: int,
+    generation: int,
+    device: torch.device,
 ) -> rehearsal.Kernels | None:
     """``results``: out and lse; dout is like out."""
-    with _unobserved():
+    with unobserved():
         out, lse = _tensors(results)
         saved = Saved(Tensors(*_tensors(tensors)), out, lse, scalars)
-        return _answer(rehearsal.backward_kernels, out, None, saved, need, _device_of(device))
+        options = need, device_of(device), generation
+        return _answer(rehearsal.backward_kernels, out, None, saved, *options)
 
 
-def forward(tensors: Tensors, scalars: Scalars) -> rehearsal.Kernels | None:
-    """The kernels that compute out and lse; () if there is no score; None if none takes the call or no library is
-    here."""
+def forward(
+    tensors: Tensors, scalars: Scalars, generation: int = 0, device: torch.device | None = None
+) -> rehearsal.Kernels | None:
+    """The kernels that compute out and lse.
+
+    Args:
+        generation: 75, 80 or 90: only its kernels.
+        device: None: that of the tensors.
+
+    Returns:
+        () if there is no score; None if no kernel takes the call, or no library is here.
+    """
     if library.load() is not None:
         return None
     try:
         with tracer_paused():
-            given = _describe(*tensors), Scalars(*map(_number, scalars))
+            given = _describe(*tensors), _known(scalars)
     except Unknown:
         return None
-    return _forward(*given, tensors.q.device)
+    return _forward(*given, generation, device or tensors.q.device)
 
 
-def backward(saved: Saved, need: int) -> rehearsal.Kernels | None:
+def backward(
+    saved: Saved, need: int, generation: int = 0, device: torch.device | None = None
+) -> rehearsal.Kernels | None:
     """The kernels that compute the gradients named by ``need``, of a dout like out; as :func:`forward`."""
     if library.load() is not None:
         return None
     try:
-        with tracer_paused():
+        with tracer_paused() if is_traced() else nullcontext():
             tensors, results = _describe(*saved.tensors), _describe(saved.out, saved.lse)
-            scalars = Scalars(*map(_number, saved.scalars))
+            scalars = _known(saved.scalars)
     except Unknown:
         return None
-    return _backward(tensors, results, scalars, need, saved.tensors.q.device)
+    where = device or saved.tensors.q.device
+    return _backward(tensors, results, scalars, need, generation, where)
 
 
-def hopper_takes(saved: Saved, need: int) -> bool:
+def hopper_takes(saved: Saved, need: int, device: torch.device | None = None) -> bool:
     """Whether the newest kernels take the bias, mask or key weights of a call in their memory layout.
 
     The gradients' backend depends on the answer, because a kernel that another backend replaces must not be launched.
@@ -152,7 +181,7 @@ def hopper_takes(saved: Saved, need: int) -> bool:
     given = saved.tensors
     if given.bias is None and given.mask is None and given.key_weight is None:
         return True
-    kernels = backward(saved, need)
+    kernels = backward(saved, need, device=device)
     return kernels is not None and all(x.startswith(("sm90/", "sm80/small/")) for x in kernels[:1])
 
 
@@ -162,11 +191,11 @@ def takes_weights(tensors: Tensors, scalars: Scalars) -> bool:
         return False
     try:
         with tracer_paused():
-            given, options = _describe(*tensors), Scalars(*map(_number, scalars))
+            given, options = _describe(*tensors), _known(scalars)
     except Unknown:
         return False
     rows = [x.contiguous() for x in given[:3] if x is not None]
-    return _forward((*rows, *given[3:]), options, tensors.q.device) is not None
+    return _forward((*rows, *given[3:]), options, 0, tensors.q.device) is not None
 
 
 def backward_of(problem: Problem) -> rehearsal.Kernels | None:
@@ -177,7 +206,7 @@ def backward_of(problem: Problem) -> rehearsal.Kernels | None:
         return None
     sizes = [(p.heads_q, p.seq_q, p.head_dim), (p.heads_k, p.seq_k, p.head_dim), (p.heads_k, p.seq_k, p.head_dim_v)]  # fmt: skip
     leading = (math.prod(p.batch),)
-    with _unobserved():
+    with unobserved():
         q, k, v = (torch.empty(*leading, *n, dtype=p.dtype, device="meta") for n in sizes)
         tensors = Tensors(q, k, v)
         window = p.window_left, p.window_right

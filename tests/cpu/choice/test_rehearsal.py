@@ -16,8 +16,11 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashsci.backends.cuda import decisions, library, rehearsal, served
+from flashsci.backends.cuda.paged import misfit
 from flashsci.backends.cuda.rehearsal import A100, H100, T4
 from flashsci.call import ops
+from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
+from flashsci.call.paged_ops import PagedScalars, PagedTensors
 from flashsci.call.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -225,4 +228,97 @@ def test_key_weights_are_refused_where_no_kernel_takes_them():
         taken = decisions.takes_weights(tensors, scalars)
         assert (served.rejects(problem) is None) == taken, problem
         seen.add(taken)
+    assert seen == {True, False}
+
+
+def paged(q, cache, columns=4, sequences=2, scale=None, device=H100, generation=0):
+    """The kernels of a paged call, and why Python says that there are none."""
+    counts = ((sequences, columns), (sequences,), (sequences + 1,))
+    tables = (empty(*shape, dtype=torch.int32) for shape in counts)
+    tensors = PagedTensors(q, cache, cache, *tables, None, scale, scale)
+    out = empty(*q.shape[:-1], cache.shape[-1], dtype=q.dtype)
+    scalars = PagedScalars(1, 0.125, 0.0, -1, -1, False)
+    found = rehearsal.paged_kernels(tensors, out, scalars, device, generation)
+    return found, misfit(tensors, out)
+
+
+def test_paged_calls():
+    q, cache = empty(2, 8, 128), empty(50, 64, 2, 128)
+    wide = empty(50, 64, 2, 128, dtype=torch.float8_e4m3fn)
+    scale = empty(2, 2, dtype=torch.float32)
+    for device, older in ((H100, 90), (A100, 80)):
+        names = f"sm{older}/paged/paged_kernel", "paged/combine_kernel"
+        assert paged(q, cache, device=device)[0] == names
+        assert paged(q, wide, scale=scale, device=device)[0] == names
+    assert paged(q, cache, generation=80)[0] == ("sm80/paged/paged_kernel", "paged/combine_kernel")
+    assert paged(q, cache, device=T4)[0] is None
+    assert paged(empty(0, 8, 128), cache)[0] == (), "no token"
+    with pytest.raises(RuntimeError, match="same head dim"):
+        paged(empty(2, 8, 64), cache)
+
+
+def test_the_layouts_that_paged_kernels_refuse_are_those_that_refusals_name():
+    choose, seen = random.Random(6), set()
+    for _ in range(300):
+        dim, page = choose.choice((64, 128, 256)), choose.choice((16, 24, 64, 8, 4096))
+        q = empty(choose.choice((1, 7, 64)), 8, dim, pad=choose.choice((0, 0, 0, 4, 8)))
+        dtype = choose.choice((torch.bfloat16, torch.float8_e4m3fn))
+        cache = empty(9, page, 2, dim, dtype=dtype, pad=choose.choice((0, 0, 8, 16)))
+        columns = choose.choice((1, 40, 1 << 17, 1 << 22))
+        sequences = choose.choice((1, 3, 200))
+        try:
+            found, reason = paged(q, cache, columns, sequences)
+        except RuntimeError as error:
+            assert "2^29" in str(error)
+            continue
+        call = q.stride(), cache.shape, cache.stride(), columns, reason
+        assert found is not None or reason is not None, call
+        # Blocks are counted by the smallest of all kernels: only a refused call is told of them.
+        assert found is None or reason is None or "more blocks" in reason, call
+        seen.add(reason is None)
+    assert seen == {True, False}
+
+
+def test_calls_on_8_bit_floats():
+    scalars = FP8Scalars(-1, -1, 0.1, 0.0, -1, -1, False, torch.bfloat16, False)
+
+    def asked(q, k, scale=None, device=H100):
+        tensors = FP8Tensors(q, k, k, scale, None, None, None, None)
+        return rehearsal.fp8_kernels(tensors, scalars, device)
+
+    x = empty(2, 4, 256, 128, dtype=torch.float8_e4m3fn)
+    assert asked(x, x) == ("sm90/fp8/fp8_forward_kernel",)
+    assert asked(x, x, empty(2, 4, 2, dtype=torch.float32)) == asked(x, x)
+    assert asked(x, x, device=A100) is None
+    assert asked(empty(2, 4, 256, 128, dtype=x.dtype, pad=8), x) is None
+    assert asked(x[:, :, :0], x) == ()
+    with pytest.raises(RuntimeError, match="q_scale of shape"):
+        asked(x, x, empty(2, 4, 3, dtype=torch.float32))
+
+
+def test_calls_that_kernels_of_inner_heads_take():
+    """The other rule that Python repeats: a Problem has no strides, and backends are chosen by it."""
+    choose, seen = random.Random(7), set()
+    for _ in range(300):
+        dtype = choose.choice((torch.float32, torch.bfloat16, torch.float16))
+        bias_dtype = choose.choice((torch.float32, dtype))
+        dims = choose.choice(((24, 24), (32, 32), (16, 16), (20, 32), (18, 18), (64, 64)))
+        heads, rows, keys = (
+            choose.choice((4, 8, 16)),
+            choose.choice((64, 100)),
+            choose.choice((64, 101)),
+        )
+        sizes = (rows, dims[0]), (keys, dims[0]), (keys, dims[1])
+        q, k, v = (empty(2, n, heads, d, dtype=dtype).transpose(1, 2) for n, d in sizes)
+        bias = inner_heads(2, rows, heads, keys, bias_dtype)
+        softcap, right = choose.choice((0.0, 0.0, 5.0)), choose.choice((-1, -1, 0))
+        problem = Problem(
+            "cuda", (9, 0), dtype, heads, heads, *dims, batch=(2,), seq_q=rows, seq_k=keys, inner_heads=True,
+            bias_shape=tuple(bias.shape), bias_dtype=bias_dtype, softcap=softcap, window_right=right, precision="tf32x3",
+        )  # fmt: skip
+        scalars = PLAIN._replace(softcap=softcap, window_right=right)
+        found = kernels(q, k, v, bias, scalars=scalars, need=15)
+        taken = [folders[0].startswith("sm90/pair") for folders in found if folders]
+        assert taken == [served._may_take_pairs(problem)] * 2, problem
+        seen.update(taken)
     assert seen == {True, False}
