@@ -145,13 +145,13 @@ def test_every_tile(kernel, dims, processors, cache):
     judge(kernel, case, processors)
 
 
-@pytest.mark.parametrize("warp_tile", range(4))
+@pytest.mark.parametrize("part", range(4))
 def test_generated(kernel, part):
     for case in generate_paged(500 + part, 12, longest_k=400, longest_q=80):
         judge(kernel, aligned_paged(case), PROCESSORS[case.seed % 5])
 
 
-@pytest.mark.parametrize("warp_tile", range(4))
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("cache", FORMATS)
 def test_generated_with_8_bit_caches(kernel, cache, part):
     for case in generate_paged(600 + part, 8, longest_k=400, longest_q=80):
