@@ -5,6 +5,7 @@
 // torch.ops and raw pointers.
 #pragma once
 #include "../include/flashsci_small.h"
+#include "rehearse.h"
 #include "tensor.h"
 
 namespace flashsci::bindings {
@@ -166,23 +167,6 @@ inline bool takes_pairs(const Prepared<FlashsciForwardParams>& prepared) {
                                                                      : cudaErrorNotSupported;
   });
   return found == cudaSuccess;
-}
-
-// The kernels that `compute` would launch on a described device: "sm90/fwd/forward_kernel", one a
-// line; "" if there is no score, since nothing is launched. Raises as `compute` does, also where no
-// kernel serves the call.
-template <class Compute>
-std::string rehearse(int64_t capability, int64_t processors, int64_t shared_per_sm,
-                     int64_t shared_per_block, Compute&& compute) {
-  Rehearsal made{static_cast<int>(capability), static_cast<int>(processors),
-                 static_cast<int>(shared_per_sm), static_cast<int>(shared_per_block)};
-  const struct Scope {
-    Rehearsal* before = rehearsal();
-    ~Scope() { rehearsal() = before; }
-  } scope;
-  rehearsal() = &made;
-  compute();
-  return std::move(made.kernels);
 }
 
 // For Python, which asks for no reason: it repeats a failed call through the op, which raises.

@@ -29,10 +29,9 @@ FlashsciScales describe_scale(const std::optional<Tensor>& given, const char* na
   scales.shift = FLASHSCI_ONE_SCALE;
   if (!given.has_value()) return scales;
   const Tensor& scale = *given;
-  FLASHSCI_CHECK(scale.is_cuda() && scale.get_device_index() == call.device, name,
-                 " must be on the device of q");
+  FLASHSCI_CHECK(is_on(scale, call.device), name, " must be on the device of q");
   FLASHSCI_CHECK(dtype_of(scale) == dtypes().single, name, " must be float32");
-  scales.data = static_cast<const float*>(scale.const_data_ptr());
+  scales.data = static_cast<const float*>(address_of(scale));
   const int rank = static_cast<int>(scale.dim()), rank_x = static_cast<int>(x.dim());
   if (rank == 0) return scales;
   const auto fits = [&](bool right) {
@@ -103,7 +102,7 @@ std::tuple<Tensor, Tensor> cuda_fp8_forward(
                                  out_is_fp16 ? dtypes().half : dtypes().brain, call.device);
   Tensor lse = empty_contiguous(rank - 1, q.sizes().data(), dtypes().single, call.device);
   if (call.rows() == 0 || call.k_view.size[3] == 0) {  // no query, or none that sees a key
-    if (call.rows() != 0) {
+    if (call.rows() != 0 && !rehearsing()) {
       torch::stable::zero_(out);
       torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
     }
@@ -127,8 +126,27 @@ std::tuple<Tensor, Tensor> cuda_fp8_forward(
   return {std::move(out), std::move(lse)};
 }
 
+// The kernels that the op above would launch, as `rehearse` names them.
+std::string cuda_fp8_forward_kernels(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& q_scale,
+    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+    const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
+    int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
+    int64_t window_right, bool lower_right, bool out_is_fp16, int64_t capability,
+    int64_t processors, int64_t shared_per_sm, int64_t shared_per_block) {
+  return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
+    cuda_fp8_forward(q, k, v, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                     max_seqlen_k, scale, softcap, window_left, window_right, lower_right,
+                     out_is_fp16);
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(flashsci, CUDA, m) {
   m.impl("cuda_fp8_forward", TORCH_BOX(&cuda_fp8_forward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashsci, CompositeExplicitAutograd, m) {
+  m.impl("cuda_fp8_forward_kernels", TORCH_BOX(&cuda_fp8_forward_kernels));
 }

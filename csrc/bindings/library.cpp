@@ -46,17 +46,20 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   m.def("cuda_prepared_backward(Tensor? dout, Tensor? dlse, " TENSORS
         "Tensor out, Tensor lse, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dbias, " SCALARS
         "bool deterministic, int generation, bool weighted=False) -> Tensor");
-  m.def(
-      "cuda_fp8_forward(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? "
-      "v_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt "
-      "max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, bool "
-      "lower_right, bool out_is_fp16) -> (Tensor out, Tensor lse)");
+#define FP8                                                                                     \
+  "Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, Tensor? "   \
+  "cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, " \
+  "float softcap, SymInt window_left, SymInt window_right, bool lower_right, bool out_is_fp16"
+  m.def("cuda_fp8_forward(" FP8 ") -> (Tensor out, Tensor lse)");
+  m.def("cuda_fp8_forward_kernels(" FP8 ", " DEVICE);
   // The schema of flashsci/call/paged_ops.py for other backends, plus the generation.
-  m.def(
-      "cuda_paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor "
-      "seqused_k, Tensor cu_seqlens_q, Tensor? sink, Tensor? k_scale, Tensor? v_scale, Tensor(a!) "
-      "out, int max_seqlen_q, float scale, float softcap, int window_left, int window_right, bool "
-      "return_lse, int generation) -> Tensor");
+#define PAGED(out)                                                                             \
+  "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seqused_k, Tensor "    \
+  "cu_seqlens_q, Tensor? sink, Tensor? k_scale, Tensor? v_scale, " out                         \
+  ", int max_seqlen_q, float scale, float softcap, int window_left, int window_right, bool "   \
+  "return_lse, int generation"
+  m.def("cuda_paged_attention(" PAGED("Tensor(a!) out") ") -> Tensor");
+  m.def("cuda_paged_attention_kernels(" PAGED("Tensor out") ", " DEVICE);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashsci, CompositeExplicitAutograd, m) {

@@ -3,6 +3,7 @@
 #include "../include/flashsci_paged.h"
 
 #include "overlap.h"
+#include "rehearse.h"
 
 namespace {
 
@@ -83,8 +84,7 @@ int launch(const Kernels<Params>* kernels, const Params& params, FlashsciPagedPa
 
 void check_tensor(const Tensor& x, const char* name, int device, int32_t dtype, int64_t rank) {
   check_given(x, name);
-  FLASHSCI_CHECK(x.is_cuda() && x.get_device_index() == device, name,
-                 " must be on the device of q");
+  FLASHSCI_CHECK(is_on(x, device), name, " must be on the device of q");
   FLASHSCI_CHECK(dtype_of(x) == dtype, name, " has another dtype than these kernels take");
   FLASHSCI_CHECK(x.dim() == rank, name, " must have ", rank, " dims, got ", shape_of(x));
   FLASHSCI_CHECK(x.size(rank - 1) <= 1 || x.stride(rank - 1) == 1, "the last dim of ", name,
@@ -113,6 +113,7 @@ void check_numbers(double scale, double softcap, int64_t window_left, int64_t wi
 // out shares memory with no tensor that is read (null: absent), nor elements of it with each other.
 void check_apart(const Tensor& out,
                  std::initializer_list<std::pair<const char*, const Tensor*>> read) {
+  if (rehearsing()) return;  // nothing is written
   FLASHSCI_CHECK(!folds(out), "out is written, and elements of it share memory; give a new tensor");
   for (const auto& [name, x] : read)
     FLASHSCI_CHECK(x == nullptr || !share_memory(out, *x), "out shares memory with ", name,
@@ -129,8 +130,8 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
                             int64_t window_left, int64_t window_right, bool return_lse,
                             int64_t generation) {
   check_given(q, "q"), check_given(k_cache, "k_cache");
-  FLASHSCI_CHECK(q.is_cuda(), "q must be a CUDA tensor");
-  const int device = q.get_device_index();
+  FLASHSCI_CHECK(rehearsing() || q.is_cuda(), "q must be a CUDA tensor");
+  const int device = rehearsing() ? 0 : q.get_device_index();
   const int32_t dtype = dtype_of(q);
   const int32_t cache_dtype = dtype_of(k_cache);
   const bool eight_bits = cache_dtype == dtypes().e4m3 || cache_dtype == dtypes().e5m2;
@@ -169,9 +170,9 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   }
   for (const auto& [name, scale] : {std::pair{"k_scale", &k_scale}, {"v_scale", &v_scale}})
     if (scale->has_value())
-      FLASHSCI_CHECK((*scale)->is_cuda() && (*scale)->get_device_index() == device &&
-                         dtype_of(**scale) == dtypes().single && (*scale)->dim() == 2 &&
-                         (*scale)->size(0) == sequences && (*scale)->size(1) == k_cache.size(2),
+      FLASHSCI_CHECK(is_on(**scale, device) && dtype_of(**scale) == dtypes().single &&
+                         (*scale)->dim() == 2 && (*scale)->size(0) == sequences &&
+                         (*scale)->size(1) == k_cache.size(2),
                      name, " must be float32 [N, Hk] on the device of q, got ", shape_of(**scale));
 
   check_apart(out, {{"q", &q},
@@ -190,15 +191,15 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   if (q.size(0) == 0 || q.size(1) == 0) return lse;
   FlashsciPaged8Params params{};
   FlashsciPagedParams& p = params.call;
-  p.q = q.const_data_ptr();
-  p.k_cache = k_cache.const_data_ptr();
-  p.v_cache = v_cache.const_data_ptr();
+  p.q = address_of(q);
+  p.k_cache = address_of(k_cache);
+  p.v_cache = address_of(v_cache);
   p.out = out.mutable_data_ptr();
   p.lse = return_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr;
-  p.block_table = static_cast<const int32_t*>(block_table.const_data_ptr());
-  p.seqused_k = static_cast<const int32_t*>(seqused_k.const_data_ptr());
-  p.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q.const_data_ptr());
-  p.sink = sink.has_value() ? static_cast<const float*>(sink->const_data_ptr()) : nullptr;
+  p.block_table = static_cast<const int32_t*>(address_of(block_table));
+  p.seqused_k = static_cast<const int32_t*>(address_of(seqused_k));
+  p.cu_seqlens_q = static_cast<const int32_t*>(address_of(cu_seqlens_q));
+  p.sink = sink.has_value() ? static_cast<const float*>(address_of(*sink)) : nullptr;
   p.q_row = q.stride(0), p.q_head = q.stride(1);
   p.out_row = out.stride(0), p.out_head = out.stride(1);
   p.k_page = k_cache.stride(0), p.k_row = k_cache.stride(1), p.k_head = k_cache.stride(2);
@@ -216,11 +217,11 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   int error;
   if (eight_bits) {
     if (k_scale.has_value()) {
-      params.k_scale = static_cast<const float*>(k_scale->const_data_ptr());
+      params.k_scale = static_cast<const float*>(address_of(*k_scale));
       params.k_scale_sequence = k_scale->stride(0), params.k_scale_head = k_scale->stride(1);
     }
     if (v_scale.has_value()) {
-      params.v_scale = static_cast<const float*>(v_scale->const_data_ptr());
+      params.v_scale = static_cast<const float*>(address_of(*v_scale));
       params.v_scale_sequence = v_scale->stride(0), params.v_scale_head = v_scale->stride(1);
     }
     params.e5m2 = cache_dtype == dtypes().e5m2;
@@ -240,8 +241,27 @@ Tensor cuda_paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor
   return lse;
 }
 
+// The kernels that the op above would launch, as `rehearse` names them.
+std::string cuda_paged_attention_kernels(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
+    const Tensor& seqused_k, const Tensor& cu_seqlens_q, const std::optional<Tensor>& sink,
+    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, const Tensor& out,
+    int64_t max_seqlen_q, double scale, double softcap, int64_t window_left, int64_t window_right,
+    bool return_lse, int64_t generation, int64_t capability, int64_t processors,
+    int64_t shared_per_sm, int64_t shared_per_block) {
+  return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
+    cuda_paged_attention(q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sink, k_scale,
+                         v_scale, out, max_seqlen_q, scale, softcap, window_left, window_right,
+                         return_lse, generation);
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(flashsci, CUDA, m) {
   m.impl("cuda_paged_attention", TORCH_BOX(&cuda_paged_attention));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashsci, CompositeExplicitAutograd, m) {
+  m.impl("cuda_paged_attention_kernels", TORCH_BOX(&cuda_paged_attention_kernels));
 }

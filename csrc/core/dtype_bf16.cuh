@@ -2,7 +2,8 @@
 #pragma once
 #include <cstdint>
 
-#include "../ptx/mma_bf16.cuh"
+#include "../ptx/convert.cuh"
+#include "../ptx/mma.cuh"
 
 namespace flashsci {
 

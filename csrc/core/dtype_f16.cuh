@@ -2,7 +2,8 @@
 #pragma once
 #include <cstdint>
 
-#include "../ptx/mma_f16.cuh"
+#include "../ptx/convert.cuh"
+#include "../ptx/mma.cuh"
 
 namespace flashsci {
 

@@ -11,9 +11,9 @@
 #include <cstdint>
 
 #if defined(FLASHSCI_POISON)
+#include "../ptx/fence.cuh"
 #include "../ptx/shared.cuh"
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#include "../ptx/tma.cuh"
 #endif
 
 namespace flashsci {

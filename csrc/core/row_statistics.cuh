@@ -6,9 +6,11 @@
 #include <cmath>
 #include <cstdint>
 
+#include "../include/flashsci.h"
 #include "../ptx/shared.cuh"
+#include "coord.cuh"
+#include "smem_tile.cuh"
 #include "softmax.cuh"
-#include "tile_coord.cuh"
 
 namespace flashsci {
 

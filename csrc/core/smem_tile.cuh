@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "../ptx/cp_async.cuh"
-#include "../ptx/ldmatrix.cuh"
 #include "../ptx/shared.cuh"
 #include "poison.cuh"
 

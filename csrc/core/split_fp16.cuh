@@ -11,8 +11,8 @@
 #pragma once
 #include <cstdint>
 
-#include "../ptx/half2.cuh"
-#include "../ptx/mma_f16.cuh"
+#include "../ptx/convert.cuh"
+#include "../ptx/math.cuh"
 #include "../ptx/shared.cuh"
 
 namespace flashsci {

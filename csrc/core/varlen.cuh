@@ -10,7 +10,7 @@
 #pragma once
 #include <cstdint>
 
-#include "../ptx/redux.cuh"
+#include "../ptx/reduce.cuh"
 
 namespace flashsci {
 

@@ -1,5 +1,5 @@
 // PTX ISA "cp.async.bulk", "cp.reduce.async.bulk" (sm_90): one thread moves contiguous bytes.
-// Addresses and sizes are multiples of 16. Groups and their waits are those of tma.cuh.
+// Addresses and sizes are multiples of 16. Groups and their waits serve tma.cuh too.
 #pragma once
 #include <cstdint>
 
@@ -15,12 +15,30 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
       : "memory");
 }
 
+// Out of shared memory; overwrites the destination.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
 // global[i] += shared[i], fp32, each element atomically.
 __device__ __forceinline__ void bulk_add_f32(void* global, uint32_t shared, uint32_t bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(global),
       "r"(shared), "r"(bytes)
       : "memory");
+}
+
+// Stores of this thread since the last one become a group.
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's newest groups still read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
 
 // Waits until at most kPending of this thread's newest groups are not yet visible to everybody.

@@ -1,5 +1,5 @@
-// PTX ISA "barrier.cluster", "mapa" and "ld.shared::cluster" (sm_90): CTAs that run at the same
-// time and read each other's shared memory.
+// PTX ISA "barrier.cluster", "mapa", "ld.shared::cluster" and "st.async" (sm_90): CTAs that run at
+// the same time, and read and write each other's shared memory.
 #pragma once
 #include <cstdint>
 
@@ -34,6 +34,15 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
           : "memory");
 }
 
+// All threads of all CTAs of the cluster arrive, then wait; writes before the arrival are visible
+// after the wait.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+
 // The same address in the shared memory of another CTA.
 __device__ __forceinline__ uint32_t map_shared(uint32_t shared, uint32_t rank) {
   uint32_t mapped;
@@ -57,6 +66,16 @@ __device__ __forceinline__ float2 ld_cluster_f2(uint32_t mapped) {
                : "r"(mapped)
                : "memory");
   return x;
+}
+
+// Writes to the shared memory of another CTA, whose mbarrier counts the bytes. mapped, barrier:
+// addresses in that CTA, by map_shared.
+__device__ __forceinline__ void push(uint32_t mapped, const float (&x)[4], uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];\n" ::"r"(mapped),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
+      : "memory");
 }
 
 }  // namespace flashsci::ptx

@@ -13,11 +13,6 @@ inline constexpr bool kAsync = false;
 inline constexpr bool kAsync = true;
 #endif
 
-// 32-bit shared-window address of a generic pointer to shared memory.
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // cp.async.cg: 16 bytes, past L1. Unless valid, writes zeros and reads nothing. (A source size that
 // is neither 0 nor 16 costs a dozen instructions.)
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {
@@ -28,6 +23,19 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global,
   } else {
     st_shared(shared, valid ? __ldg(static_cast<const uint4*>(global)) : make_uint4(0, 0, 0, 0));
   }
+}
+
+// 16 bytes, past L1, where `wanted`; else nothing is read or written. There is no branch, so that
+// calls share their common address arithmetic.
+__device__ __forceinline__ void cp_async_16_if(bool wanted, uint32_t shared, const void* global) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %0, 0;\n"
+      "@p cp.async.cg.shared.global.L2::128B [%1], [%2], 16;\n"
+      "}\n" ::"r"(static_cast<uint32_t>(wanted)),
+      "r"(shared), "l"(global)
+      : "memory");
 }
 
 // cp.async.ca: 4 or 8 bytes for rows that are not aligned to 16.

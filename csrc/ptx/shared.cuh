@@ -4,6 +4,11 @@
 
 namespace flashsci::ptx {
 
+// 32-bit shared-window address of a generic pointer to shared memory.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
 __device__ __forceinline__ void st_shared(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
 }

@@ -1,7 +1,7 @@
 // PTX ISA "cp.async.bulk.tensor" (sm_90): one thread moves a box of a tensor map. Into shared
 // memory: zeros where the box leaves the tensor, and its bytes are reported to an mbarrier. Out of
 // it: elements outside the tensor are not written (of the innermost dimension in units of 16
-// bytes). Coordinates are innermost first.
+// bytes). Coordinates are innermost first. Groups of stores and their waits are in bulk.cuh.
 #pragma once
 #include <cstdint>
 
@@ -26,30 +26,13 @@ __device__ __forceinline__ void tma_store_5d(const void* map, uint32_t shared, i
       : "memory");
 }
 
-// Stores of this thread since the last one become a group.
-__device__ __forceinline__ void bulk_commit() {
-  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
-}
-
-// Waits until at most kPending of this thread's newest groups still read shared memory.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
-}
-
-// Orders ordinary writes to shared memory before later reads of the copy engine or wgmma; called by
-// every writing thread, before the barrier.
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-}
-
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 }
 
 // "cp.reduce.async.bulk.tensor": one thread adds a box in shared memory to a tensor in global
 // memory, in the element type of the map (fp32), each element atomically and in any order. Elements
-// outside the tensor are dropped as by tma_store_5d, whose groups and waits serve here too.
+// outside the tensor are dropped as by tma_store_5d, with the same groups and waits.
 __device__ __forceinline__ void tma_add_5d(const void* map, uint32_t shared, int c0, int c1, int c2,
                                            int c3, int c4) {
   asm volatile(

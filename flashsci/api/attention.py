@@ -25,7 +25,14 @@ from flashsci.call.plans import (
     signature,
 )
 from flashsci.call.problem import facts, has_inner_heads, sums_bias
-from flashsci.call.tracing import autocast, hides_sizes, is_traced, rounds_products, tracer_paused
+from flashsci.call.tracing import (
+    autocast,
+    hides_sizes,
+    is_traced,
+    rounds_products,
+    sizes_from_data,
+    tracer_paused,
+)
 from flashsci.choice import backends
 from flashsci.choice.backends import ATTENTION
 from flashsci.choice.choose import decide
@@ -165,8 +172,8 @@ def attention(
             (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision), window, backend,
         )  # fmt: skip
     if again is not None:
-        tensors = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes)
-        found = again(tensors if sink is None else (*tensors, sink))
+        rows = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes)
+        found = again(rows if sink is None else (*rows, sink))
         return found if return_lse else found[0]
     arguments.check_types(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
@@ -196,15 +203,15 @@ def attention(
     plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
     # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
-    given = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
+    tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
     call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes, sink)
     if plan.leading is None:
-        out, lse = run(plan, given, needs_grad, sink, call, reads_lse=return_lse)
+        out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
     else:
         around = functools.partial(_expanding, plan.leading)
-        out, lse = around(lambda rows: run(plan, rows, needs_grad, sink, call, around, return_lse))(
-            given
-        )
+        out, lse = around(
+            lambda given: run(plan, given, needs_grad, sink, call, around, return_lse)
+        )(tensors)
     return (out, lse) if return_lse else out
 
 
@@ -338,6 +345,7 @@ def describe(
     features["mask"] = mask is not None
     if hides_sizes(q, k, v):
         features["bias_shape"] = None if bias is None else ()
+        features["sizes_from_data"] = sizes_from_data(q, k)
     else:
         bias_shape = None if bias is None else tuple(bias.shape)
         features.update(batch=batch, seq_q=q.shape[-2], seq_k=k.shape[-2], bias_shape=bias_shape)

@@ -114,14 +114,7 @@ def attention_backward(
     options.check()
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
-    if not options.dropout_p:
-        dropout_seed = None
-    elif dropout_seed is None:
-        raise ValueError(
-            "attention_backward needs the forward's dropout_seed to drop the same entries"
-        )
-    else:
-        dropout_seed = seed_for(q, options.dropout_p, dropout_seed)
+    dropout_seed = _seed(q, options.dropout_p, dropout_seed)
     needs_grad = transforms.needs_grad(
         dout, dlse, q, k, v, bias, key_weight, alibi_slopes, out, lse
     )
@@ -159,19 +152,7 @@ def attention_backward(
         if key_weight is not None and key_weight.dim() == 1:
             kernel_weight = key_weight.unsqueeze(0)
         lse_shape = (q.shape[1], q.shape[0])
-    out_shape = (*q.shape[:-1], v.shape[-1])
-    for name, x, shape in (
-        ("dout", dout, out_shape),
-        ("out", out, out_shape),
-        ("lse", lse, lse_shape),
-        ("dlse", dlse, lse_shape),
-    ):
-        if x is not None and tuple(x.shape) != shape:
-            raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-    arguments.same_device(q, dout=dout, out=out, lse=lse, dlse=dlse)
-    for name, x in (("dout", dout), ("out", out)):
-        if x is not None and x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype ({q.dtype}), got {x.dtype}")
+    _check_given(q, v, dout, out, lse, dlse, lse_shape)
     choice = decide(ATTENTION, call, backend)
     if choice.forward == "reference" and cu_seqlens_q is not None and cu_seqlens_k is not None:
         arguments.check_unmapped("cu_seqlens_q", cu_seqlens_q)
@@ -211,3 +192,39 @@ def attention_backward(
     if given_bias is not None and dbias is not None:
         dbias = dbias.to(given_bias.dtype)
     return Gradients(dq, dk, dv, dbias, dweight)
+
+
+def _seed(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor | None:
+    """The forward's seed; None without dropout."""
+    if not dropout_p:
+        return None
+    if dropout_seed is None:
+        raise ValueError(
+            "attention_backward needs the forward's dropout_seed to drop the same entries"
+        )
+    return seed_for(q, dropout_p, dropout_seed)
+
+
+def _check_given(
+    q: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    lse_shape: tuple[int, ...],
+) -> None:
+    """Raise for results and cotangents that do not fit q and v, or each other."""
+    out_shape = (*q.shape[:-1], v.shape[-1])
+    for name, x, shape in (
+        ("dout", dout, out_shape),
+        ("out", out, out_shape),
+        ("lse", lse, lse_shape),
+        ("dlse", dlse, lse_shape),
+    ):
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
+    arguments.same_device(q, dout=dout, out=out, lse=lse, dlse=dlse)
+    for name, x in (("dout", dout), ("out", out)):
+        if x is not None and x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype ({q.dtype}), got {x.dtype}")

@@ -1,42 +1,56 @@
-"""The backend that would serve a call, and the reasons, without running it."""
+"""The backend and the kernels that would serve a call, and the reasons, without running it."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flashsci.api import fp8
-from flashsci.api.attention import attention
+from flashsci.api import fp8, paged, residual
+from flashsci.api.attention import _aligned, attention
 from flashsci.api.attention import describe as describe_dense
-from flashsci.api.paged import describe as describe_paged
 from flashsci.api.paged import paged_attention
+from flashsci.api.residual import residual_attention
 from flashsci.api.varlen import describe as describe_packed
 from flashsci.api.varlen import varlen_attention
 from flashsci.call import arguments, transforms
+from flashsci.call.fp8_ops import FP8Tensors
+from flashsci.call.ops import Tensors
+from flashsci.call.paged_ops import PagedTensors
+from flashsci.call.plans import gradients
 from flashsci.call.problem import problem_of
 from flashsci.call.tracing import autocast, transforming
-from flashsci.choice import explanation
-from flashsci.choice.backends import requested
+from flashsci.choice import choose, explanation
+from flashsci.choice.backends import FORWARD_OF_CUDA, requested
+from flashsci.choice.gradients import BY_RULES, by_rules, named
+from flashsci.choice.gradients import gradients as gradients_of
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    entry: Callable[..., Any] | None = None,
+    backend: str = "auto",
+    **options: Any,
 ) -> explanation.Explanation:
-    """The backend that would serve a call of an entry point, and the reasons.
-
-    The entry point is ``attention(q, k, v, ...)``; with ``cu_seqlens_q`` it is ``varlen_attention``, with
-    ``block_table`` it is ``paged_attention``.
+    """The backend and the kernels that would serve a call of an entry point, and the reasons.
 
     Args:
         q, k, v, options: as for the call in question.
+        entry: the function that would be called: ``flashsci.attention``, ``varlen_attention``, ``paged_attention`` or
+            ``residual_attention``. None: ``varlen_attention`` with ``cu_seqlens_q``, ``paged_attention`` with
+            ``block_table``, else ``attention``.
         backend: as for the call in question.
 
     Returns:
-        An :class:`Explanation`: the backend asked for, the backend chosen, and the reason of each backend that
-        refused. Printing it gives a table.
+        An :class:`Explanation`: the backend asked for, the backend chosen, the reason of each backend that refused,
+        and the CUDA kernels where they compute the call or its gradients. Printing it gives a table.
 
     Raises:
         TypeError, ValueError: the arguments do not fit, as in the call itself.
@@ -46,34 +60,55 @@ def explain(
         >>> q = k = v = torch.randn(2, 4, 8, 16)
         >>> flashsci.explain(q, k, v, causal=True).chosen
         'sdpa'
+        >>> flashsci.explain(q, k, v, entry=flashsci.residual_attention, backend="eager").chosen
+        'eager'
     """
-    if "block_table" in options:
-        return _explain_paged(q, k, v, backend, options)
-    packed = "cu_seqlens_q" in options
-    entry = varlen_attention if packed else attention
+    if entry is None:
+        packed = varlen_attention if "cu_seqlens_q" in options else attention
+        entry = paged_attention if "block_table" in options else packed
+    if entry not in _ENTRIES:
+        names = ", ".join(known.__name__ for known in _ENTRIES)
+        raise ValueError(f"entry must be one of the functions {names} of flashsci, got {entry!r}")
     bound = inspect.signature(entry).bind(q, k, v, **options)
     bound.apply_defaults()
-    given = bound.arguments
+    return _ENTRIES[entry](backend, bound.arguments)
+
+
+_OPTIONAL = ("bias", "mask", "key_weight", "alibi_slopes", "sink")
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+
+
+def _attention(backend: str, given: dict[str, Any]) -> explanation.Explanation:
+    """For attention and varlen_attention."""
+    q, k, v = (given[name] for name in "qkv")
+    packed = "cu_seqlens_q" in given
     shared = arguments.Options.of(*(given[name] for name in arguments.SHARED))
-    optional = ("bias", "mask", "key_weight", "alibi_slopes", "sink")
-    others = {name: given[name] for name in optional if name in given}
+    others = {name: given[name] for name in _OPTIONAL if name in given}
     arguments.check_types(q, k, v, **others)
     of_fp8 = {n: given[n] for n in ("q_scale", "k_scale", "v_scale", "out_dtype")}
+    offsets = {name: given[name] for name in _OFFSETS if packed}
+    longest = given.get("max_seqlen_q"), given.get("max_seqlen_k")
     if q.dtype == fp8.FP8 or any(x is not None for x in of_fp8.values()):
-        edges = None
-        if packed:
-            first, second = given["cu_seqlens_q"], given["cu_seqlens_k"]
-            edges = first, first if second is None else second
-        call = fp8.describe(q, k, v, fp8.Given(**of_fp8, **others), shared, edges)
-        return _explained(call, backend)
+        scaled = fp8.Given(**of_fp8, **others)
+        return _fp8(backend, (q, k, v), scaled, shared, tuple(offsets.values()), longest)
     q, k, v = autocast(q, k, v)
     if "bias" in others:
         others["bias"] = arguments.widened(others["bias"], q.dtype)
     needs_grad = transforms.needs_grad(q, k, v, *others.values())
-    offsets = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if packed}
     describe = describe_packed if packed else describe_dense
     call = describe(q, k, v, **offsets, **others, options=shared, needs_grad=needs_grad)
-    return _explained(call, backend)
+    found = _explained(call, backend)
+    tensors = Tensors(
+        q, k, v, others.get("bias"), others.get("key_weight"), others.get("mask"), *_both(offsets.values()),
+        None, None, others.get("alibi_slopes"),
+    )  # fmt: skip
+    return _with_kernels(found, tensors, shared, needs_grad, longest)
+
+
+def _both(offsets: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The offsets of queries and of keys, which may be one tensor."""
+    first, second = (*offsets, None, None)[:2]
+    return first, first if second is None else second
 
 
 def _explained(call: tuple[Any, ...], backend: str) -> explanation.Explanation:
@@ -88,14 +123,135 @@ def _explained(call: tuple[Any, ...], backend: str) -> explanation.Explanation:
     return replace(found, chosen="reference", reasons={**found.reasons, "sdpa": reason})
 
 
-def _explain_paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, backend: str, options: dict[str, Any]
+def _naming() -> Any:
+    from flashsci.backends.cuda import naming
+
+    return naming
+
+
+def _with_kernels(
+    found: explanation.Explanation,
+    tensors: Tensors,
+    options: arguments.Options,
+    needs_grad: bool,
+    longest: tuple[int | None, int | None] = (None, None),
 ) -> explanation.Explanation:
-    bound = inspect.signature(paged_attention).bind(q, k_cache, v_cache, **options)
-    bound.apply_defaults()
-    given = bound.arguments
+    """The explanation of a dense or packed call with the names of its kernels. ``tensors``: as the user gives them."""
+    q = tensors.q
+    if found.chosen is None:
+        return found
+    choice = (by_rules if found.asked == "auto" else named)(found.chosen)
+    by_cuda = choice.forward in FORWARD_OF_CUDA
+    if not (by_cuda or (choice.gradients == BY_RULES and needs_grad)) or q.is_nested:
+        return found
+    naming = _naming()
+    flags = gradients(*tensors[:5]) if needs_grad else ()
+    need = sum(1 << i for i, wanted in enumerate(flags) if wanted)
+    rows = Tensors(*map(naming.without_memory, tensors))
+    if tensors.cu_seqlens_q is None:
+        inputs = rows.q, rows.k, rows.v, rows.bias, rows.key_weight, rows.mask, rows.alibi_slopes
+        leading = torch.broadcast_shapes(*(x.shape[:-3] for x in rows[:3]))
+        aligned = _aligned(*inputs, tuple(leading))
+        rows = Tensors(*aligned[:6], alibi_slopes=aligned[6])
+    else:
+        heads_first = (x.transpose(0, 1) for x in rows[:3])
+        rows = Tensors._make((*heads_first, *rows[3:]))
+    scalars = options.scalars(q.shape[-1], *longest)
+    kernels = naming.attention(choice, found.problem, rows, scalars, need, q.device)
+    found = replace(found, kernel=kernels.kernel, gradient_kernel=kernels.gradient_kernel)
+    taken = (
+        by_cuda and kernels.gradients is not None and kernels.gradients.backend == choice.forward
+    )
+    if taken and gradients_of(choice, found.problem).backend != choice.forward:
+        # The remark is of other strides than these.
+        others = {n: remark for n, remark in found.remarks.items() if n != found.chosen}
+        found = replace(found, remarks=others)
+    return found
+
+
+def _fp8(
+    backend: str,
+    rows: tuple[Tensor, Tensor, Tensor],
+    given: fp8.Given,
+    options: arguments.Options,
+    offsets: tuple[Any, ...],
+    longest: tuple[int | None, int | None],
+) -> explanation.Explanation:
+    """For both on 8-bit floats. ``offsets``: of packed sequences."""
+    edges: Any = _both(offsets) if offsets else None
+    found = _explained(fp8.describe(*rows, given, options, edges), backend)
+    if found.chosen not in FORWARD_OF_CUDA:
+        return found
+    naming = _naming()
+    q, k, v = map(naming.without_memory, rows)
+    scales = tuple(map(naming.without_memory, given[:3]))
+    if edges is None:
+        leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+        q, k, v, scales = fp8.as_kernels_take_them(q, k, v, scales, leading)
+    else:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    without = (None if x is None else naming.without_memory(x).contiguous() for x in edges or (None, None))  # fmt: skip
+    scalars = fp8.scalars_of(q, options, *longest, given.out_dtype)
+    tensors = FP8Tensors(q, k, v, *scales, *without)
+    return replace(found, kernel=naming.fp8(tensors, scalars, rows[0].device))
+
+
+def _paged(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     shared = arguments.Options.of(
         given["causal"], given["window"], "lower_right", given["scale"], given["softcap"], 0.0, given["return_lse"], False, None
     )  # fmt: skip
-    tensors = {n: given[n] for n in inspect.signature(describe_paged).parameters if n != "options"}
-    return _explained(describe_paged(**tensors, options=shared), backend)
+    names = (n for n in inspect.signature(paged.describe).parameters if n != "options")
+    found = _explained(paged.describe(**{n: given[n] for n in names}, options=shared), backend)
+    if found.chosen not in FORWARD_OF_CUDA:
+        return found
+    naming, q = _naming(), given["q"]
+    rows = PagedTensors(*(naming.without_memory(given[n]) for n in PagedTensors._fields))
+    rows = paged.as_kernels_take_them(rows)
+    out = naming.without_memory(given["out"])
+    if out is None:
+        out = rows.q.new_empty((*q.shape[:-1], rows.v_cache.shape[-1]))
+    scalars = paged.scalars_of(q, given["max_seqlen_q"], shared)
+    kernel, reason = naming.paged(found.chosen, rows, out, scalars, q.device)
+    if reason is not None:  # the call itself finds it only when the kernels refuse
+        instead = "triton" if found.asked == "auto" and found.reasons["triton"] is None else None
+        return replace(found, chosen=instead, reasons={**found.reasons, found.chosen: reason})
+    return replace(found, kernel=kernel)
+
+
+def _residual(backend: str, given: dict[str, Any]) -> explanation.Explanation:
+    """For residual_attention: kernels that compute both results, or an attention and plain scores."""
+    q, k, v, bias = (given[name] for name in ("q", "k", "v", "bias"))
+    residual.check(q, k, v, bias)
+    options = arguments.Options.of(
+        False, None, "upper_left", given["scale"], None, given["dropout_p"], False, None, given["precision"]
+    )  # fmt: skip
+    q, k, v = autocast(q, k, v)
+    bias = arguments.widened(bias, q.dtype)
+    needs_grad = transforms.needs_grad(q, k, v, bias)
+    found = _explained(residual.describe(q, k, v, bias, options, needs_grad), backend)
+    reason, by_kernels = None, False
+    if found.asked in choose.HAVE_RESIDUAL:
+        reason = choose.rejects_residual(found.problem)
+        by_kernels = found.asked == "triton" if reason is not None else not transforming()
+    if by_kernels:
+        lacks = "it has no kernel that computes out and scores"
+        reasons = {n: reason if n == "triton" else lacks for n in found.reasons}
+        chosen = "triton" if reason is None else None
+        return replace(found, chosen=chosen, reasons=reasons, remarks={}, evidence="")
+    found = _with_kernels(found, Tensors(q, k, v, bias), options, needs_grad)
+    if found.chosen is None:
+        return found
+    why = "" if reason is None else f" (triton: {reason})"
+    remark = f"it computes the attention, and plain PyTorch the scores{why}"
+    earlier = found.remarks.get(found.chosen)
+    text = remark if earlier is None else f"{remark}; {earlier}"
+    return replace(found, remarks={**found.remarks, found.chosen: text})
+
+
+_ENTRIES: dict[Callable[..., Any], Callable[..., explanation.Explanation]] = {
+    attention: _attention,
+    varlen_attention: _attention,
+    paged_attention: _paged,
+    residual_attention: _residual,
+}

@@ -39,8 +39,21 @@ def dense(
     call = describe(q, k, v, given, options)
     choice = decide(backends.FP8, call, backend)
     count_flops()
-    scales: tuple[Tensor | None, ...] = given[:3]
     leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    q, k, v, scales = as_kernels_take_them(q, k, v, given[:3], leading)
+    out, lse = _run(
+        choice.forward, q, k, v, scales, None, None, options, None, None, given.out_dtype
+    )
+    if len(leading) > 2:
+        out = out.unflatten(0, leading[:-1])
+        lse = lse.unflatten(0, leading[:-1]) if options.return_lse else lse
+    return (out, lse) if options.return_lse else out
+
+
+def as_kernels_take_them(
+    q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor | None, ...], leading: torch.Size
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """Dense q, k, v and their scales in one rank, with at most two leading dims."""
     if not (q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and q.dim() == k.dim() == v.dim()):
         pairs = [_expanded(x, s, leading) for x, s in zip((q, k, v), scales, strict=True)]
         (q, k, v), scales = zip(*pairs, strict=True)
@@ -50,13 +63,7 @@ def dense(
         scales = tuple(
             s if s is None or s.dim() == 0 else s.reshape(-1, *s.shape[fold + 1 :]) for s in scales
         )
-    out, lse = _run(
-        choice.forward, q, k, v, scales, None, None, options, None, None, given.out_dtype
-    )
-    if len(leading) > 2:
-        out = out.unflatten(0, leading[:-1])
-        lse = lse.unflatten(0, leading[:-1]) if options.return_lse else lse
-    return (out, lse) if options.return_lse else out
+    return q, k, v, scales
 
 
 def packed(
@@ -236,11 +243,21 @@ def _run(
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a backend, for tensors in the form of FP8Tensors."""
-    every = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
-    scalars = FP8Scalars(
-        every.max_seqlen_q, every.max_seqlen_k, every.scale, every.softcap, every.window_left, every.window_right,
-        every.lower_right, out_dtype or torch.bfloat16, options.return_lse,
-    )  # fmt: skip
+    scalars = scalars_of(q, options, max_seqlen_q, max_seqlen_k, out_dtype)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     offsets = (None if x is None else x.contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
     return backends.LOADED[backends.FP8][name](FP8Tensors(q, k, v, *scales, *offsets), scalars)
+
+
+def scalars_of(
+    q: Tensor,
+    options: arguments.Options,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    out_dtype: torch.dtype | None,
+) -> FP8Scalars:
+    every = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
+    return FP8Scalars(
+        every.max_seqlen_q, every.max_seqlen_k, every.scale, every.softcap, every.window_left, every.window_right,
+        every.lower_right, out_dtype or torch.bfloat16, options.return_lse,
+    )  # fmt: skip

@@ -108,11 +108,11 @@ def paged_attention(
         q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sink, k_scale, v_scale
     )
     plan = _plan(given, out, max_seqlen_q, options, backend)
-    tensors = given if plan.as_given else _as_kernels_take_them(given)
+    tensors = given if plan.as_given else as_kernels_take_them(given)
     if out is None:
         out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     try:
-        lse = backends.LOADED[PAGED][plan.backend].attention(tensors, out, plan.scalars)
+        lse = getattr(backends.LOADED[PAGED], plan.backend).attention(tensors, out, plan.scalars)
     except BackendError as error:  # only the kernels know strides and pages
         if backends.requested(backend)[0] != "auto" or plan.backend == "triton":
             raise
@@ -150,17 +150,22 @@ def _plan(
             return kept
     choice = decide(PAGED, describe(*given, out, max_seqlen_q, options), backend)
     count_flops()
-    dense = options.scalars(given.q.shape[-1], max_seqlen_q)
-    scalars = PagedScalars(
-        dense.max_seqlen_q, dense.scale, dense.softcap, dense.window_left, dense.window_right, options.return_lse
-    )  # fmt: skip
-    plan = _Plan(choice.forward, scalars, all(map(is_, given, _as_kernels_take_them(given))))
+    scalars = scalars_of(given.q, max_seqlen_q, options)
+    plan = _Plan(choice.forward, scalars, all(map(is_, given, as_kernels_take_them(given))))
     if key is not None:
         keep(key, plan)
     return plan
 
 
-def _as_kernels_take_them(x: PagedTensors) -> PagedTensors:
+def scalars_of(q: Tensor, max_seqlen_q: int | None, options: arguments.Options) -> PagedScalars:
+    dense = options.scalars(q.shape[-1], max_seqlen_q)
+    return PagedScalars(
+        dense.max_seqlen_q, dense.scale, dense.softcap, dense.window_left, dense.window_right, options.return_lse
+    )  # fmt: skip
+
+
+def as_kernels_take_them(x: PagedTensors) -> PagedTensors:
+    """The tensors in the layout of :class:`PagedTensors`, with copies where needed."""
     shape = x.block_table.shape[0], x.k_cache.shape[2]
     return PagedTensors(
         x.q if x.q.stride(-1) == 1 else x.q.contiguous(), x.k_cache, x.v_cache, x.block_table.contiguous(),

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.api.attention import attention, describe
+from flashsci.api.attention import attention
+from flashsci.api.attention import describe as describe_attention
 from flashsci.call import arguments, recording, repeats, transforms
 from flashsci.call.dispatch import seed_for
 from flashsci.call.ops import plain
@@ -31,7 +32,7 @@ from flashsci.call.plans import (
 from flashsci.call.residual_ops import Kernels, ResidualCall, scores_dtype
 from flashsci.call.tracing import autocast, count_flops, hides_sizes, transforming
 from flashsci.choice import backends
-from flashsci.choice.choose import decide
+from flashsci.choice.choose import PARTS, decide
 from flashsci.choice.gradients import Choice
 
 
@@ -105,15 +106,7 @@ def residual_attention(
         )
         if again is not None:
             return again((q, k, v, bias))
-    arguments.check_types(q, k, v, bias=bias)
-    if q.is_nested:
-        raise ValueError(
-            "residual_attention takes no nested tensors, whose scores have no common shape; pad them, with -inf in the bias"
-        )
-    if bias is not None and bias.dtype is torch.bool:
-        raise TypeError(
-            "bias is a bool tensor; a mask is -inf in the first layer's bias: torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)"
-        )
+    check(q, k, v, bias)
     options = arguments.Options.of(
         False, None, "upper_left", scale, None, dropout_p, False, None, precision
     )
@@ -121,8 +114,8 @@ def residual_attention(
     bias = arguments.widened(bias, q.dtype)
     needs_grad = transforms.needs_grad(q, k, v, bias)
     choice = choice_of(q, k, v, bias, options, needs_grad, backend)
-    # None: from parts.
-    kernels: Kernels | None = backends.LOADED[backends.RESIDUAL].get(choice.forward)
+    parts = choice.forward == PARTS
+    kernels: Kernels | None = None if parts else backends.LOADED[backends.RESIDUAL][choice.forward]
     seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     if kernels is None or transforming():
         return _from_parts(q, k, v, bias, seed, options, backend)
@@ -147,6 +140,35 @@ def residual_attention(
         x if x.shape[:-2] == shape else x.reshape(*shape, *x.shape[-2:]) for x in results
     )
     return out, scores
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
+    """Refuse tensors of a kind that these calls do not take."""
+    arguments.check_types(q, k, v, bias=bias)
+    if q.is_nested:
+        raise ValueError(
+            "residual_attention takes no nested tensors, whose scores have no common shape; pad them, with -inf in the bias"
+        )
+    if bias is not None and bias.dtype is torch.bool:
+        raise TypeError(
+            "bias is a bool tensor; a mask is -inf in the first layer's bias: torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)"
+        )
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    options: arguments.Options,
+    needs_grad: bool,
+) -> tuple[Any, ...]:
+    """The arguments of registry.problem_of for a call, checked.
+
+    Raises:
+        TypeError, ValueError: as :func:`residual_attention` documents.
+    """
+    return describe_attention(q, k, v, bias, None, None, None, None, options, needs_grad)
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
@@ -214,14 +236,14 @@ def choice_of(
         TypeError, ValueError, BackendError: as :func:`residual_attention` documents.
     """
     if hides_sizes(q, k, v):
-        call = describe(q, k, v, bias, None, None, None, None, options, needs_grad)
+        call = describe(q, k, v, bias, options, needs_grad)
         return decide(backends.RESIDUAL, call, backend)
     key = (
         "residual", *signature(q, k, v, bias), options, needs_grad and gradients(bias), backends.requested(backend)
     )  # fmt: skip
     found: Choice | None = plans.get(key)
     if found is None:
-        call = describe(q, k, v, bias, None, None, None, None, options, needs_grad)
+        call = describe(q, k, v, bias, options, needs_grad)
         found = keep(key, decide(backends.RESIDUAL, call, backend))
     return found
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from flashsci.backends import reference
 from flashsci.call.ops import Scalars, Tensors
 from flashsci.call.problem import Problem
+from flashsci.call.tracing import holds
 
 FUSED = False
 
@@ -48,7 +49,7 @@ def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, None]:
     q, k, v, bias, _, mask, *_ = tensors
     heads = q.shape[-3] if q.dim() > 2 else 1
     k, v = (reference.per_query_head(x, heads) for x in (k, v))
-    if k.shape[-2] < q.shape[-1]:  # fewer scores than numbers in q
+    if holds(k.shape[-2] < q.shape[-1]):  # fewer scores than numbers in q
         scores = (q @ k.transpose(-1, -2)) * scalars.scale
     else:
         scores = (q * scalars.scale) @ k.transpose(-1, -2)

@@ -45,6 +45,8 @@ def rejects(problem: Problem) -> str | None:
         return "SDPA has no ALiBi but as a bias of all pairs; build that bias"
     if problem.sink:
         return "SDPA has no attention sinks"
+    if problem.sizes_from_data:
+        return "SDPA's rules compare sizes, and a compiler cannot compare those that depend on data"
     if problem.return_lse:
         return "SDPA does not return the lse"
     if problem.deterministic and problem.device_type == "cuda" and problem.requires_grad:

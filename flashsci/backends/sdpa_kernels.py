@@ -5,6 +5,8 @@ restored.
 - The gradient of out has the memory layout of out (:func:`laid_out`, :class:`LaidOut`), as cuDNN's backward assumes.
 - If the bias requires a gradient, so does one of q, k, v (:class:`Following`): otherwise the memory-efficient forward
   saves no lse, and its backward raises.
+- Hooks of saved tensors bring them back in the memory layout in which they were saved (:func:`attend`): the backward
+  passes assume the strides of the forward's tensors.
 - Inputs on the CPU are finite (:func:`finite`, :func:`lost`): the kernel there returns zeros for a row whose scores
   are all NaN, and finite numbers for some infinite scores of 16 bits.
 """
@@ -16,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from flashsci.backends.reference import per_query_head
 from flashsci.call.ops import Scalars
 
 #: The function itself: programs, flashsci included, replace torch.nn.functional's name.
-attend = torch._C._nn.scaled_dot_product_attention
+torch_attention = torch._C._nn.scaled_dot_product_attention
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -56,6 +60,32 @@ def laid_out(dout: Tensor, strides: tuple[int, ...]) -> Tensor:
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return dout.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+    """torch's function; the tensors that autograd saves for it keep their memory layout through hooks."""
+    hooks = None if torch.compiler.is_compiling() else _saving_hooks(False)
+    if hooks is None:
+        return torch_attention(q, k, v, **arguments)
+    pack, unpack = hooks
+    with saved_tensors_hooks(
+        lambda x: (pack(x), x.stride()), lambda kept: restored(unpack(kept[0]), kept[1])
+    ):
+        return torch_attention(q, k, v, **arguments)
+
+
+def restored(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x with these strides; no copy if it already has them."""
+    if x.stride() == strides and _rows_are_aligned(x):
+        return x
+    shape = [n if stride else 1 for n, stride in zip(x.shape, strides, strict=True)]
+    reach = 0  # of the dims with smaller strides
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if length > 1 and stride <= reach:
+            return x.contiguous()  # rows that overlap, which no copy can write
+        reach += (length - 1) * stride
+    once = x[tuple(slice(n) for n in shape)]
+    return x.new_empty_strided(shape, strides).copy_(once).expand(x.shape)
 
 
 class LaidOut(torch.autograd.Function):

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
-from flashsci.call.op_checks import MAX_LENGTH, need, numbers, rows, same, shapes, whole
+from flashsci.call.op_checks import need, numbers, rows, rows_fit, same, shapes, whole
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIM = 256  # the largest of kernels
@@ -28,26 +28,7 @@ def attention(tensors: FP8Tensors, scalars: FP8Scalars, head_dim: int = sys.maxs
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
         same(name, x, x.shape, (FP8,), q)
-    need(
-        q.shape[:-3] == k.shape[:-3] == v.shape[:-3],
-        f"the leading dims of q, k and v differ: {given}",
-    )
-    need(k.shape[:-1] == v.shape[:-1], f"k and v must have the same heads and keys: {given}")
-    need(q.shape[-1] == k.shape[-1], f"q and k must have the same head dim: {given}")
-    dims = q.shape[-1], v.shape[-1]
-    need(
-        min(dims) >= 1 and max(dims) <= head_dim,
-        f"head dims must be 1 to {head_dim}: {given}",
-    )
-    heads, heads_k = (x.shape[-3] if rank > 2 else 1 for x in (q, k))
-    need(
-        heads == 0 or (heads_k > 0 and heads % heads_k == 0),
-        f"the heads of q must be a multiple of those of k: {given}",
-    )
-    need(
-        max(q.shape[-2], k.shape[-2]) <= MAX_LENGTH,
-        f"sequences are limited to 2^29 rows: {given}",
-    )
+    rows_fit(q, k, v, head_dim)
     need((edges_q is None) == (edges_k is None), "cu_seqlens_q and cu_seqlens_k go together")
     if edges_q is not None and edges_k is not None:
         need(rank == 3, f"packed tensors are [heads, tokens, dim]: {given}")

@@ -64,6 +64,36 @@ def inner_contiguous(name: str, x: Tensor) -> None:
     )
 
 
+def rows_fit(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> int:
+    """Check the shapes of q, k, v ``[*, H, S, D]`` of one rank against each other; returns the heads of q.
+
+    Raises:
+        ValueError: shapes that do not fit, or head dims above ``head_dim``.
+    """
+    given = shapes(q=q, k=k, v=v)
+    need(
+        q.shape[:-3] == k.shape[:-3] == v.shape[:-3],
+        f"the leading dims of q, k and v differ: {given}",
+    )
+    need(k.shape[:-1] == v.shape[:-1], f"k and v must have the same heads and keys: {given}")
+    need(q.shape[-1] == k.shape[-1], f"q and k must have the same head dim: {given}")
+    dims = q.shape[-1], v.shape[-1]
+    need(
+        min(dims) >= 1 and max(dims) <= head_dim,
+        f"head dims must be 1 to {head_dim}: {given}",
+    )
+    heads, heads_k = (x.shape[-3] if q.dim() > 2 else 1 for x in (q, k))
+    need(
+        heads == 0 or (heads_k > 0 and heads % heads_k == 0),
+        f"the heads of q must be a multiple of those of k: {given}",
+    )
+    need(
+        max(q.shape[-2], k.shape[-2]) <= MAX_LENGTH,
+        f"sequences are limited to 2^29 rows: {given}",
+    )
+    return heads
+
+
 def rows(x: Tensor) -> Tensor:
     """x, or a copy if its last dim is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -38,7 +38,7 @@ class Problem:
 
     ``seq_q`` and ``seq_k`` are the packed totals when ``varlen`` is set, and ``batch`` is the number of sequences.
     Sizes that a compiler keeps symbolic are None, as is the shape of a bias that it hides. Whether a backend can
-    serve a call never depends on them; only the order of the backends does (flashsci/choice/preferences).
+    serve a call never depends on their values; only the order of the backends does (flashsci/choice/preferences).
     """
 
     device_type: str  # "cuda" or "cpu"
@@ -51,6 +51,7 @@ class Problem:
     batch: tuple[int, ...] | None = None  # leading dims
     seq_q: int | None = None
     seq_k: int | None = None
+    sizes_from_data: bool = False  # some of these are known to nobody before the program runs
     varlen: bool = False
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: torch.dtype | None = None

@@ -85,6 +85,13 @@ def holds(condition: Any, unknown: bool = False) -> bool:
     return bool(guard_or_true(condition) if unknown else guard_or_false(condition))
 
 
+def sizes_from_data(*tensors: Tensor) -> bool:
+    """Whether a compiler cannot compare the sizes of these: they are numbers that other tensors hold, such as a count
+    of nonzero entries."""
+    empty = [x.numel() == 0 for x in tensors]
+    return any(holds(x, unknown=True) != holds(x) for x in empty)
+
+
 def transforming() -> bool:
     """Whether a functorch transform or forward-mode level is active, which sees only the results of an
     autograd.Function; for a compiler, among the transforms that it traces."""

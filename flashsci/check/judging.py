@@ -27,8 +27,9 @@ from flashsci.testing import (
     make_paged_inputs,
     poisoned_memory,
 )
-from flashsci.testing.bounds import PLAIN, check_alone
+from flashsci.testing.bounds import PLAIN
 from flashsci.testing.coverage import Coverage
+from flashsci.testing.evaluation import check_alone
 from flashsci.testing.fp8 import FP8Inputs, FP8Judge
 from flashsci.testing.inputs import moved_to
 from flashsci.testing.paged import PagedInputs, PagedJudge

@@ -31,17 +31,11 @@ from flashsci.testing.cases import (
     SHORT_LENGTHS,
     SMALL_LENGTHS,
 )
+from flashsci.testing.choices import SeededChoices
 from flashsci.testing.coverage import VIEWS
-from flashsci.testing.drawing import (
-    SeededChoices,
-    draw_case,
-    draw_residual,
-    layouts_of,
-    resized,
-    with_inner_heads,
-    with_members,
-    with_neighbours,
-)
+from flashsci.testing.drawing import draw_case, draw_residual
+from flashsci.testing.drawing_values import layouts_of
+from flashsci.testing.reshaping import resized, with_inner_heads, with_members, with_neighbours
 
 Plan = tuple[
     list[Case] | list[PagedCase] | list[FP8Case] | list[ResidualCase], tuple[str, ...]
@@ -162,8 +156,15 @@ def paired(variant: Variant) -> Variant:
     if narrow := variant.dtype != "float32":
         dims = [24 if max(dims) <= 24 else 32] * 2
     return replace(
-        variant, head_dim=dims[0], head_dim_v=dims[1], bias="pair", bias_float=narrow, window=False, softcap=False, sink=None
-    )  # fmt: skip
+        variant,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        bias="pair",
+        bias_float=narrow,
+        window=False,
+        softcap=False,
+        sink=None,
+    )
 
 
 def shortened(variant: Variant, whole: bool, weighted: bool) -> Variant:
@@ -176,7 +177,14 @@ def shortened(variant: Variant, whole: bool, weighted: bool) -> Variant:
     variant = replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, sink=None)
     if weighted and variant.dtype == "float32":
         learnt = variant.bias is None or variant.bias_grad
-        variant = replace(variant, bias=None, bias_float=False, bias_grad=False, key_weight="float", key_weight_grad=learnt)  # fmt: skip
+        variant = replace(
+            variant,
+            bias=None,
+            bias_float=False,
+            bias_grad=False,
+            key_weight="float",
+            key_weight_grad=learnt,
+        )
     return variant
 
 

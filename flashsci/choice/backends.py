@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashsci.call.problem import Problem
+from flashsci.choice.loaded import Loaded
 
 #: Kinds of call that have kernels of their own; "attention" stands for dense and packed calls.
 ATTENTION, PAGED, FP8, RESIDUAL = "attention", "paged", "fp8", "residual"
@@ -116,8 +117,9 @@ def find(name: str) -> Backend:
     return BACKENDS.get(name) or _OTHERS[name]
 
 
-#: The kernels of the backends chosen so far, by kind of call and name: a compiler follows dicts, but no imports.
-LOADED: dict[str, dict[str, Any]] = {kind: {} for kind in (ATTENTION, PAGED, FP8, RESIDUAL)}
+#: The kernels of the backends chosen so far, by kind of call and name, for callers that a compiler traces: it follows
+#: no import.
+LOADED: dict[str, Loaded[Any]] = {kind: Loaded() for kind in (ATTENTION, PAGED, FP8, RESIDUAL)}
 
 
 def kernels(name: str, kind: str = ATTENTION) -> Any:
@@ -127,16 +129,19 @@ def kernels(name: str, kind: str = ATTENTION) -> Any:
 
 def load(name: str, kind: str = ATTENTION) -> Any:
     """:func:`kernels`, which are then in LOADED."""
-    found = LOADED[kind][name] = kernels(name, kind)
+    found = kernels(name, kind)
+    LOADED[kind][name] = found
     return found
 
 
 class _Override(threading.local):
-    name: str | None = None
-    strict: bool = False
+    def __init__(self) -> None:
+        # Attributes of the instance: a compiler that traces `use_backend` finds the same ones afterwards.
+        self.name: str | None = None
+        self.strict = False
 
 
-_override = _Override()
+override = _Override()
 
 
 def check_name(name: str) -> str:
@@ -167,19 +172,30 @@ def use_backend(name: str, strict: bool = False) -> Iterator[None]:
         >>> with flashsci.use_backend("reference"):
         ...     out = flashsci.attention(q, k, v)
     """
-    before = _override.name, _override.strict
-    _override.name, _override.strict = check_name(name), strict
+    before = override.name, override.strict
+    override.name, override.strict = check_name(name), strict
     try:
         yield
     finally:
-        _override.name, _override.strict = before
+        override.name, override.strict = before
+
+
+@contextmanager
+def overridden(name: str | None, strict: bool) -> Iterator[None]:
+    """:func:`use_backend` with what another frame had set, None included."""
+    before = override.name, override.strict
+    override.name, override.strict = name, strict
+    try:
+        yield
+    finally:
+        override.name, override.strict = before
 
 
 def requested(backend: str) -> tuple[str, bool]:
     """(name, strict) after overrides: the argument, then use_backend, then FLASHSCI_BACKEND, then "auto"."""
     if backend == "auto":
-        backend = _override.name or _from_environment() or "auto"
-    return backend, _override.strict
+        backend = override.name or _from_environment() or "auto"
+    return backend, override.strict
 
 
 _VARIABLE = "FLASHSCI_BACKEND"

@@ -15,7 +15,15 @@ from typing import Any
 from flashsci.call.problem import Problem, problem_of
 from flashsci.call.residual_ops import MAX_HEAD_DIM
 from flashsci.choice import backends
-from flashsci.choice.backends import ATTENTION, PAGED, RECORDED, RESIDUAL, find, requested
+from flashsci.choice.backends import (
+    ATTENTION,
+    PAGED,
+    RECORDED,
+    RESIDUAL,
+    find,
+    override,
+    requested,
+)
 from flashsci.choice.candidates import candidates, rejects, rule_of
 from flashsci.choice.explanation import explain, refusal
 from flashsci.choice.gradients import Choice, by_rules, named
@@ -64,16 +72,25 @@ def choose(problem: Problem, name: str, strict: bool = False) -> Choice:
 
 #: In the place of a backend: no kernels of this kind; the call is computed from parts.
 PARTS = ""
+HAVE_RESIDUAL = ("auto", "triton")  # the requests that kernels of residual attention may serve
+
+
+def rejects_residual(problem: Problem) -> str | None:
+    """Why no kernels compute out and scores of a call at once, or None."""
+    reason = rejects("triton", problem)
+    if reason is None and max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        dims = f"{problem.head_dim} and {problem.head_dim_v}"
+        reason = (
+            f"its kernels of residual attention have head dims up to {MAX_HEAD_DIM}, got {dims}"
+        )
+    return reason
 
 
 def _residual(problem: Problem, name: str, strict: bool) -> Choice:
     """The choice for residual attention: the backend that computes out and scores at once, or PARTS."""
-    if name not in ("auto", "triton"):
+    if name not in HAVE_RESIDUAL:
         return Choice(PARTS, PARTS)
-    reason = rejects("triton", problem)
-    widest = max(problem.head_dim, problem.head_dim_v)
-    if reason is None and widest > MAX_HEAD_DIM:
-        reason = f"its kernels of residual attention have head dims up to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
+    reason = rejects_residual(problem)
     if reason is None:
         return named("triton")
     if name == "triton":
@@ -87,21 +104,23 @@ def constant(function: Callable[..., Choice]) -> Callable[..., Choice]:
     """A decision that a compiler makes once per trace, from constants alone.
 
     It raises the refusals of ``function`` where a compiler passes them on: inside a constant, a refusal would be an
-    internal error of the compiler.
+    internal error of the compiler. It passes on the backend of ``use_backend``: a compiler that traces the context
+    sets it only when the program runs, and traces again where another one is set outside.
     """
 
-    def outcome(*arguments: Any) -> tuple[Choice | None, str]:
-        try:
-            return function(*arguments), ""
-        except BackendError as error:
-            return None, str(error)
+    def outcome(name: str | None, strict: bool, *arguments: Any) -> tuple[Choice | None, str]:
+        with backends.overridden(name, strict):
+            try:
+                return function(*arguments), ""
+            except BackendError as error:
+                return None, str(error)
 
     # This is the attribute that torch.compiler.assume_constant_result sets; importing the compiler is not needed.
     outcome._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @functools.wraps(function)
     def found(*arguments: Any) -> Choice:
-        choice, refusal = outcome(*arguments)
+        choice, refusal = outcome(override.name, override.strict, *arguments)
         if choice is None:
             raise BackendError(refusal)
         return choice

@@ -46,6 +46,8 @@ class Explanation:
             gradients = self.gradient_kernel
             tail = "" if gradients is None else f"; its gradients: {gradients}"
             lines.append(f"    kernels: {self.kernel}{tail}")
+        elif self.gradient_kernel is not None:
+            lines.append(f"    kernels of its gradients: {self.gradient_kernel}")
         if self.evidence:
             lines.append(f"    order of 'auto': {self.evidence}")
         return "\n".join(lines)

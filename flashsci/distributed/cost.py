@@ -9,8 +9,7 @@ hides.
 Compute is the pairs of the slowest rank divided by a kernel's speed, plus a fixed time for each call and the time of
 reads and writes outside the kernels. Transfers are the bytes that the busiest rank sends divided by the link's speed,
 plus a fixed time for each. The ring's backward moves k and v again and their gradients back; that of the others moves
-the same tensors as the forward. ``tools/distributed/predict_scaling.py`` fits the speeds to one GPU, and predicts several from
-its measurements there.
+the same tensors as the forward.
 """
 
 from __future__ import annotations

@@ -14,18 +14,10 @@ from flashsci.testing import (  # noqa: F401  (register their traps)
     traps_second,
     traps_tangents,
 )
-from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, evaluate, exact_matmul
+from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, exact_matmul
 from flashsci.testing.cases import Case, ResidualCase, Variant
-from flashsci.testing.drawing import (
-    cases,
-    draw_case,
-    generate,
-    generate_residual,
-    residual_cases,
-    residual_variants,
-    second_order_variants,
-    variants,
-)
+from flashsci.testing.drawing import cases, draw_case, generate, generate_residual, residual_cases
+from flashsci.testing.evaluation import evaluate
 from flashsci.testing.fp8 import (
     FP8Case,
     FP8Inputs,
@@ -36,7 +28,8 @@ from flashsci.testing.fp8 import (
     judge_fp8,
     make_fp8_inputs,
 )
-from flashsci.testing.inputs import Inputs, make_inputs
+from flashsci.testing.inputs import Inputs
+from flashsci.testing.making import make_inputs
 from flashsci.testing.paged import (
     PagedCase,
     PagedInputs,
@@ -49,6 +42,7 @@ from flashsci.testing.paged import (
 )
 from flashsci.testing.poison import embed, poison_value, poisoned_memory
 from flashsci.testing.traps import TRAPS, Skipped, Trap
+from flashsci.testing.variants import residual_variants, second_order_variants, variants
 
 __all__ = [
     "TENSORS",

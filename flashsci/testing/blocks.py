@@ -61,8 +61,15 @@ def visible_pairs(seq_q: int, seq_k: int, options: dict[str, Any], device: torch
 
 
 # The shapes of the tensors of the second order.
-_LIKE = {"gq": "dq", "gk": "dk", "gv": "dv", "gbias": "dbias", "gkey_weight": "dkey_weight", "gsink": "dsink", "gdout": "out", "gdlse": "lse", "tout": "out",
-         "tlse": "lse", "tq": "dq", "tk": "dk", "tv": "dv", "tbias": "dbias", "tkey_weight": "dkey_weight"}  # fmt: skip
+_OWN = ("q", "k", "v", "bias", "key_weight", "sink")
+_LIKE = {
+    **{f"g{name}": f"d{name}" for name in _OWN},
+    **{f"t{name}": f"d{name}" for name in _OWN[:-1]},
+    "gdout": "out",
+    "gdlse": "lse",
+    "tout": "out",
+    "tlse": "lse",
+}
 
 
 def _places(first: dict[str, Any]) -> dict[str, Any]:
@@ -151,9 +158,17 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             return x[:, rows]
 
         place = _places(
-            {"out": rows_of, "lse": lse_of, "dq": rows_of, "dk": keys_of, "dv": keys_of, "dbias": bias_of,
-             "dkey_weight": weight_of, "dsink": lambda x: x}
-        )  # fmt: skip
+            {
+                "out": rows_of,
+                "lse": lse_of,
+                "dq": rows_of,
+                "dk": keys_of,
+                "dv": keys_of,
+                "dbias": bias_of,
+                "dkey_weight": weight_of,
+                "dsink": lambda x: x,
+            }
+        )
         alibi = inputs.alibi_slopes
         if alibi is not None:
             slopes = alibi.expand(len(starts_q) - 1, alibi.shape[-1])[n]

@@ -30,189 +30,22 @@ import torch
 from torch import Tensor
 
 from flashsci.testing.blocks import blocks
-from flashsci.testing.formula import Formula, Rounding, finite
+from flashsci.testing.evaluation import check_alone, evaluate
+from flashsci.testing.formula import Formula
 from flashsci.testing.inputs import Inputs, moved_to
+from flashsci.testing.roundings import Precisions, Rounding, finite
 from flashsci.testing.second_order import SECOND_ORDER
+from flashsci.testing.tolerance import (
+    BASELINE_FACTOR,
+    FLOOR_ROUNDINGS,
+    PROBES,
+    SIGMAS,
+    SUM_ROUNDINGS,
+)
 
 TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
 SUMMED = ("dsink", "gsink")  # summed over packed sequences
 PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
-LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
-BASELINE_FACTOR = 2.0  # error allowed, in errors of plain PyTorch
-FLOOR_ROUNDINGS = 16.0  # plus this many roundings (8 eps) of the largest absolute-value sum
-# Gain and spread allowed for sums in fp32, whose roundings may all have one direction: tensor cores truncate, and
-# 3xTF32 takes three chains of products (measured on an H200, D 128: up to 2.1).
-SUM_ROUNDINGS = 4.0
-PROBES = 8  # random directions that measure the norm of independent roundings
-SIGMAS = 5.0  # gain and spread allowed beyond the baseline's, in standard deviations of independent roundings
-
-
-def evaluate(
-    inputs: Inputs, backend: str = "auto", lse: bool = True, **options: Any
-) -> dict[str, Tensor]:
-    """out, lse and the gradients of one call, by name (see TENSORS), by the backend asked for and never another.
-
-    Args:
-        inputs: dense or packed; ``dout`` None: forward alone; with tangents: the second order, too.
-        backend: as in :func:`flashsci.attention`.
-        lse: whether to ask for the lse even if there is no ``dlse`` (the sdpa backend has none).
-        options: replace options of ``inputs``.
-
-    Raises:
-        BackendError: the backend cannot serve the call.
-    """
-    import flashsci
-
-    lse = not inputs.residual and (lse or inputs.dlse is not None)
-    learning = inputs.has_gradients
-    leaves: dict[str, Tensor] = {
-        n: getattr(inputs, n).detach().requires_grad_(learning) for n in ("q", "k", "v")
-    }
-    learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True}
-    for name, learnt in learnt_of.items():
-        x = getattr(inputs, name)
-        if x is not None:
-            leaves[name] = x.detach().requires_grad_(learning and learnt)
-    arguments: dict[str, Any] = dict(inputs.options, return_lse=lse, backend=backend)
-    if inputs.dropout_seed is not None:
-        arguments["dropout_seed"] = inputs.dropout_seed
-    if inputs.alibi_slopes is not None:
-        arguments["alibi_slopes"] = inputs.alibi_slopes
-    arguments.update(options)
-    if inputs.residual:
-        names = ("scale", "dropout_p", "dropout_seed", "precision", "backend")
-        arguments = {n: x for n, x in arguments.items() if n in names}
-
-    def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        optional = dict(zip(LEAVES[3:], others, strict=True))
-        given = arguments | {name: x for name, x in optional.items() if x is not None}
-        with flashsci.use_backend(backend, strict=True):
-            if inputs.residual:
-                return flashsci.residual_attention(q, k, v, **given)
-            if inputs.cu_seqlens_q is not None:
-                result = flashsci.varlen_attention(
-                    q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given
-                )
-            else:
-                result = flashsci.attention(q, k, v, mask=inputs.mask, **given)
-        return result if lse else (result,)
-
-    tensors: list[Any] = [leaves.get(n) for n in LEAVES]
-    second = "scores" if inputs.residual else "lse"
-    with _saving(inputs.execution if learning else ""):
-        found = dict(zip(("out", second), call(*tensors), strict=False))
-    if learning:
-        wanted = {f"d{n}": x for n, x in leaves.items() if x.requires_grad}
-        dout, dlse = inputs.dout, inputs.dlse
-        ends, cotangents = ([], []) if dout is None else ([found["out"]], [dout])
-        if inputs.dscores is not None:
-            ends.append(found["scores"])
-            cotangents.append(inputs.dscores)
-        if dlse is not None:
-            dlse = dlse.to(found["lse"].dtype)
-            ends.append(found["lse"])
-            cotangents.append(dlse)
-        if not inputs.tangents:
-            # The gradient of scores alone does not reach v.
-            batched = inputs.execution == "batched"
-            if batched:
-                cotangents = [torch.stack((-x, x)) for x in cotangents]
-            gradients = torch.autograd.grad(
-                ends,
-                list(wanted.values()),
-                cotangents,
-                materialize_grads=inputs.residual,
-                is_grads_batched=batched,
-            )
-            if batched:
-                gradients = tuple(x[1] for x in gradients)
-            found.update(zip(wanted, gradients, strict=True))
-        else:
-            cotangents = [x.detach().requires_grad_() for x in cotangents]
-            gradients = torch.autograd.grad(
-                ends, list(wanted.values()), cotangents, create_graph=True
-            )
-            found.update(zip(wanted, gradients, strict=True))
-            found.update(_second_order(inputs, wanted, found, cotangents))
-            found.update(_forward_mode(inputs, tensors, call))
-    return {name: x.detach() for name, x in found.items()}
-
-
-@contextmanager
-def _saving(execution: str) -> Iterator[None]:
-    """A context in which autograd's saved tensors come back as ``execution`` says."""
-    if execution != "hooks":
-        yield
-        return
-
-    def turned(x: Tensor) -> Tensor:
-        return x if x.dim() < 2 else x.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, turned):
-        yield
-
-
-def check_alone(inputs: Inputs, backend: str, found: dict[str, Tensor], lse: bool = True) -> None:
-    """Require the same bits from the same call without gradients, of tensors at other addresses.
-
-    The values that are kept for repeated calls must not depend on the tensors that they were made for, and inference
-    must use the same kernels.
-
-    Args:
-        inputs, backend, lse: as of :func:`evaluate`, which gave ``found`` with gradients.
-
-    Raises:
-        AssertionError: other bits.
-    """
-    alone = inputs.elsewhere().forward_alone()
-    for name, x in evaluate(alone, backend, lse, deterministic=False).items():
-        same = x.shape == found[name].shape and torch.equal(_bits(x), _bits(found[name]))
-        assert same, f"{name}: other bits without gradients, or of tensors at other addresses"
-
-
-def _bits(x: Tensor) -> Tensor:
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.contiguous().view(kinds[x.element_size()])
-
-
-def _second_order(
-    inputs: Inputs, leaves: dict[str, Tensor], found: dict[str, Tensor], cotangents: list[Tensor]
-) -> dict[str, Tensor]:
-    """Gradients of <tangents, first gradients> by every tensor that can have one."""
-    chosen = [
-        (found[f"d{n[1:]}"], t.to(found[f"d{n[1:]}"].dtype)) for n, t in inputs.tangents.items()
-    ]
-    wanted = {f"g{n[1:]}": x for n, x in leaves.items()}
-    wanted.update(zip(("gdout", "gdlse"), cotangents, strict=False))
-    gradients = torch.autograd.grad(
-        [x for x, _ in chosen], list(wanted.values()), [t for _, t in chosen], allow_unused=True
-    )
-    return {
-        name: torch.zeros_like(x) if g is None else g
-        for (name, x), g in zip(wanted.items(), gradients, strict=True)
-    }
-
-
-def _forward_mode(inputs: Inputs, tensors: list[Tensor | None], call: Any) -> dict[str, Tensor]:
-    """Tangents of out and lse."""
-    from torch.autograd import forward_ad
-
-    with torch.no_grad(), forward_ad.dual_level():
-        duals = []
-        for name, x in zip(LEAVES, tensors, strict=True):
-            tangent = inputs.tangents.get(f"t{name}")
-            x = None if x is None else x.detach()
-            if x is not None and tangent is not None:
-                # torch gives a tangent the layout of its tensor, and cannot do so in expanded memory.
-                x = x.contiguous() if 0 in x.stride() else x
-                x = forward_ad.make_dual(x, tangent.to(x.dtype))
-            duals.append(x)
-        results = dict(zip(("tout", "tlse"), call(*duals), strict=False))
-        tangents = {name: (forward_ad.unpack_dual(x), x) for name, x in results.items()}
-        return {
-            name: torch.zeros_like(x) if pair.tangent is None else pair.tangent
-            for name, (pair, x) in tangents.items()
-        }
 
 
 @contextmanager
@@ -307,25 +140,25 @@ class Judge:
         wide = self._plain(self.given.to(torch.float32))
         self.baseline = {n: wide[n].to(x.dtype) for n, x in self.baseline.items()}
 
-    def precisions(self) -> tuple[float, float, float, Rounding | None]:
-        """Unit roundoff of results and of the values that kernels keep in fp32, the smallest normal result, and the
-        rounding of P.
-
-        The last is None if it is that of results.
-        """
-        dtype = self.inputs.q.dtype
+    def precisions(self) -> Precisions:
+        """The precisions of a kernel's results and of its parts."""
+        inputs, dtype = self.inputs, self.inputs.q.dtype
         unit, internal = _unit(dtype), min(_unit(dtype), _unit(torch.float32))
-        if self.inputs.options.get("precision") == "tf32":
+        if inputs.options.get("precision") == "tf32":
             unit = internal = 2.0**-11
-        return unit, internal, torch.finfo(dtype).smallest_normal, None
-
-    def _allowances(self) -> None:
-        dtype = self.inputs.q.dtype
-        unit, internal, self.tiny, of_p = self.precisions()
         of_bias, of_weight, of_sink = (
             unit if x is None else min(unit, _unit(x.dtype))
-            for x in (self.inputs.bias, self.inputs.key_weight, self.inputs.sink)
+            for x in (inputs.bias, inputs.key_weight, inputs.sink)
         )
+        tiny = torch.finfo(dtype).smallest_normal
+        # Fused kernels multiply fp32 in parts of TF32 (the last part is truncated): 3xTF32.
+        in_parts = self.fused and dtype == torch.float32 and unit == internal == _unit(dtype)
+        parts = Rounding(2.0**-10, tiny) if in_parts else None
+        return Precisions(unit, internal, tiny, of_bias, of_weight, of_sink, None, parts)
+
+    def _allowances(self) -> None:
+        precisions = self.precisions()
+        unit, internal, self.tiny = precisions[:3]
         value = {
             n: torch.full_like(x, -torch.inf if n == "lse" else 0.0) for n, x in self.truth.items()
         }
@@ -343,13 +176,8 @@ class Judge:
         shift: dict[str, Any] = {}  # the rescaling by computed roundings, times <truth, truth>
         self.loose: dict[str, Tensor] = {}
         large = False
-        # Fused kernels multiply fp32 in parts of TF32 (the last part is truncated): 3xTF32.
-        in_parts = self.fused and dtype == torch.float32 and unit == internal == _unit(dtype)
-        parts = Rounding(2.0**-10, self.tiny) if in_parts else None
         for block in blocks(self.inputs.to(torch.float64)):
-            formula = Formula(
-                block, unit, internal, self.tiny, of_bias, of_weight, of_sink, of_p, parts
-            )
+            formula = Formula(block, precisions)
             large |= formula.large
             for name in self.truth:
                 for whole, part in (
@@ -369,7 +197,7 @@ class Judge:
                 variances[name] += formula.variances(
                     name, torch.stack([block.slot(name, x) for x in directions[name]])
                 )
-        if large and self.fused and dtype.itemsize == 2:
+        if large and self.fused and self.inputs.q.dtype.itemsize == 2:
             # Scores in 16 bits make plain PyTorch itself wrong: its fp32 result, rounded, is the measure.
             self._wide_baseline()
         self.floor, self.gain_floor, self.spread_floor, self.vanishes = {}, {}, {}, {}

@@ -1,4 +1,4 @@
-"""Generated problems as frozen dataclasses. drawing.py draws them; inputs.py makes the tensors of a case."""
+"""Generated problems as frozen dataclasses. drawing.py draws them; making.py makes the tensors of a case."""
 
 from __future__ import annotations
 

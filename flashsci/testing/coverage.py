@@ -17,7 +17,7 @@ from flashsci.testing.cases import (
     PLACES,
     Case,
 )
-from flashsci.testing.drawing import has_inner_heads
+from flashsci.testing.reshaping import has_inner_heads
 
 # Buckets of head dims, by the larger of the two, as kernels are made for them.
 BUCKETS = (16, 32, 64, 96, 128, 192, 256, 512)

@@ -1,44 +1,232 @@
 """Attention and its gradients in fp64, with the possible effects of a fused kernel's roundings, which bounds.py
 allows.
 
-It shares no code with the reference, which it checks.
+It shares no code with the reference, which it checks. Read it in the order of the computation: formula_scores.py
+(scores, softmax, rows whose scores are too large), then here `Forward`, `Backward`, and `Formula`, which calls
+second_order.py. Roundings are perturbations (roundings.py); tolerance.py has the constants.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashsci.testing.blocks import Block
+from flashsci.testing.formula_scores import Heads, LooseRows, Scores, per_head, row, slope_of, turn
+from flashsci.testing.roundings import Precisions, Rounding, Roundings
 from flashsci.testing.second_order import Sized, second_order
-
-# Scores (their formula on absolute values) beyond which first-order allowances end: in fp32 they are exact to 2^-12 at best.
-FAR = 4096.0
-ROUNDINGS = 16.0  # of a score, in units of the internal precision: the allowance of such rows
-# A row whose scores are all below this may count as one without keys: in powers of two such scores overflow.
-LOWEST = -2e38
-LEAST_WEIGHT = 2.0**-126  # of a key: smaller weights count as zero
-UNIFORM = 3.0**-0.5  # standard deviation of a uniform error between -1 and 1
-PHASES = 8  # places of a row's offset between two powers of two, at which its sum of rounded P is computed
+from flashsci.testing.tolerance import PHASES, ROUNDINGS
 
 
-class Rounding(NamedTuple):
-    """A format that P is rounded to before its product with v, if it is not the results' own."""
+class Forward:
+    """P after its roundings, the lse and out; [*, Hq, Sq, Sk], [*, Hq, Sq, Dv] or, for rows, [*, Hq, Sq, 1].
 
-    unit: float  # unit roundoff
-    tiny: float  # the smallest normal number, relative to the largest P of a row
+    ``x_abs``, ``x_fine``, ``x_loose``: the sizes of x in ``coarse``, ``fine`` and ``loose`` of Formula. ``p``: before
+    dropout, ``pr``: after it. ``p_sink``: the share of the sink. ``scores_abs``, ``mean_abs``: the formula of scores on
+    absolute values, and its mean over a row.
+    """
 
-    def of_sum(self, x: Tensor) -> Tensor:
-        """The increase of the sums of rows of x, at least zero, if x is rounded before."""
-        step = torch.ldexp(torch.full_like(x, self.unit), torch.frexp(x).exponent)
-        step = step.clamp(min=2 * self.unit * self.tiny)
-        return (torch.round(x / step) * step - x).sum(-1, keepdim=True)
+    def __init__(self, formula: Formula):
+        self.b, self.s, self.rows = formula.b, formula.scores, formula.rows
+        self.roundings, self.precisions = formula.roundings, formula.precisions
+        self.scores_abs = formula.scores_abs
+        self.v, self.v_abs = formula.v, formula.v.abs()
+        self._probabilities()
+        self._store(formula)
+
+    def _probabilities(self) -> None:
+        """lse, the share of the sink, and the sizes of P."""
+        b, s, near = self.b, self.s, ~self.rows.far
+        self.zero = zero = b.q.new_zeros(())
+        rounded = self.roundings.rounded(s.lse, self.precisions.internal)
+        self.lse = torch.where(self.rows.far, s.lse, rounded)
+        self.p_sink = torch.where(s.unseen, zero, torch.exp(s.sink - self.lse))
+        self.sink_abs = torch.where(self.p_sink > 0, s.sink.abs() + self.lse.abs(), zero)
+        self.mean_abs = row(s.p * self.scores_abs) + self.p_sink * self.sink_abs
+        self.p_fine = s.p * (self.scores_abs + self.mean_abs) * near
+        self.p_abs = s.p + self.precisions.tiny * s.visible
+        self.pr_abs, self.pr_fine = self.p_abs * b.keep, self.p_fine * b.keep
+
+    def _store(self, formula: Formula) -> None:
+        """Round P and out, and fill the formula's parts of out and lse."""
+        b, s, rounded = self.b, self.s, self.roundings.rounded
+        before = s.before_normalising(b.keep, b.sink is not None)
+        coarse_p: CoarseP | None = None
+        if self.precisions.of_p is None:
+            # P is rounded directly, or before it is normalised: then rows with equal ratios have equal roundings.
+            self.pr = rounded(rounded(s.p * b.keep), like=before)
+        else:  # to so few bits that one of the two would be seen in the other
+            coarse_p = CoarseP(self, before, self.precisions.of_p)
+            self.pr, self.lse = coarse_p.pr, coarse_p.lse
+        self.out_abs, self.out_fine = self.pr_abs @ self.v_abs, self.pr_fine @ self.v_abs
+        out = self.pr @ self.v
+        share = row(s.p).detach()
+        if b.sink is not None:  # rounded before the sink takes its share, too
+            out = rounded(out, like=torch.where(share > 0, out / share, self.zero))
+        bare_out, self.out = out, rounded(out)
+        near = ~self.rows.far
+        formula.values = {
+            "out": self.out,
+            "lse": torch.where(s.unseen, -torch.inf, self.lse).squeeze(-1),
+        }
+        formula.fine = {
+            "out": self.out_abs + self.out_fine,
+            "lse": ((self.mean_abs + self.lse.abs()) * near).squeeze(-1),
+        }
+        if coarse_p is None:
+            zeros = self.zero.expand(self.lse.shape[:-1])
+            formula.coarse = {"out": self.out_abs, "lse": zeros}
+            formula.subnormal = {"out": self.precisions.subnormal(self.pr) @ self.v_abs}
+        else:
+            coarse_p.store(formula, self, bare_out)
+        if b.sink is not None:
+            # A share so near 1 that it moves a rounded number by less than a rounding is lost, in every element in
+            # the same way.
+            lost = torch.clamp((1 - share) / self.precisions.unit, max=1.0)
+            lost = lost * self.out.detach().abs()
+            formula.subnormal["out"] = formula.subnormal["out"] + lost
+        if b.residual:
+            self._store_scores(formula)
+        self._store_loose(formula)
+
+    def _store_scores(self, formula: Formula) -> None:
+        """The formula's parts of scores that are a result."""
+        s, zero = self.s, self.zero
+        kept = torch.where(s.attended, s.scores, zero)
+        kept = self.roundings.rounded(kept, self.precisions.of_bias)
+        size = s.scores.abs() + self.precisions.tiny
+        formula.values["scores"] = torch.where(s.attended, kept, -torch.inf)
+        formula.coarse["scores"] = torch.where(s.attended, size, zero)
+        formula.fine["scores"] = torch.where(s.attended, s.residual_abs(), zero)
+
+    def _store_loose(self, formula: Formula) -> None:
+        """The possible changes of out and lse in loose rows."""
+        self.pr_loose = self.out_loose = None
+        if self.rows.p is None or self.rows.lse is None:
+            return
+        self.pr_loose = self.rows.p * self.b.keep
+        # Forward, P is normalised by its own sum: a mean of values.
+        most = self.out.abs() + self.b.keep.max() * self.v_abs.amax(-2, keepdim=True)
+        self.out_loose = torch.minimum(self.pr_loose @ self.v_abs, 1.1 * most.detach())
+        formula.loose = {"out": self.out_loose, "lse": self.rows.lse.squeeze(-1)}
 
 
-def finite(x: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(x), x, torch.zeros_like(x))
+class CoarseP:
+    """P in a format of few bits, ``of_p`` of Formula: its roundings, and their effect on out and the lse.
+
+    ``moves``: the roundings of P that a row, or all rows together, may have in place of those of ``pr``.
+    """
+
+    def __init__(self, f: Forward, before: Tensor, of_p: Rounding):
+        self.of_p, self.v_abs, s = of_p, f.v_abs, f.s
+        of_row = (torch.exp(s.largest - s.top) / s.total).detach()
+        self.least = of_p.tiny * of_row  # the smallest normal P
+        phases = [2.0 ** (i / PHASES) for i in range(PHASES)]
+        off = torch.stack([of_row * of_p.of_sum(before * x) / x for x in phases])
+        self.shift = off.squeeze(-1)
+        self.lse, copies = f.roundings.shifted(f.lse, off.square().mean(0).sqrt())
+
+        def rounded(**how: Any) -> Tensor:
+            return f.roundings.rounded(s.p * f.b.keep, of_p.unit, before, self.least, **how)
+
+        of_sums = rounded(rows=copies), rounded(bins=2.0**16)
+        self.pr = rounded()
+        self.moves = [x - x.detach() for x in of_sums]
+
+    def store(self, formula: Formula, f: Forward, bare_out: Tensor) -> None:
+        """Fill the formula's parts of out and lse; ``bare_out``: before its own rounding."""
+        unit, size = f.precisions.unit, self.pr.detach().abs()
+        # Roundings of P in their own units: relative for normal numbers, that of the smallest normal number for
+        # subnormal ones, or all of P.
+        few = size < self.least
+        size = torch.where(few, (size / self.of_p.unit).clamp(max=self.least), size)
+        factor = self.of_p.unit / (ROUNDINGS * unit)
+        formula.shift["lse"] = self.shift
+        formula.coarse = {
+            "out": f.out_abs + factor * self._of_out(size, f.out),
+            "lse": factor * row(size).squeeze(-1),
+        }
+        cells = self._of_out(torch.where(few, size, f.zero), f.out)
+        formula.subnormal = {"out": self.of_p.unit / unit * cells}
+        own = f.out - bare_out + bare_out.detach()
+        formula.others["out"] = [own + x @ f.v - f.out.detach() * row(x) for x in self.moves]
+
+    def _of_out(self, size: Tensor, out: Tensor) -> Tensor:
+        """The change of out by changes of P of this size, in its numerator and denominator."""
+        return size @ self.v_abs + row(size) * out.detach().abs()
+
+
+class Backward:
+    """dS = E and its factors: P recomputed with the stored lse, dP, delta; [*, Hq, Sq, Sk] or, for rows, [.., 1].
+
+    E = P o U, U = R o (dO V^T) - delta, plus the gradient of scores that are a result. ``da``: E before the softcap.
+    ``gone``: P that kernels flush to zero, in roundings.
+    """
+
+    def __init__(self, formula: Formula, f: Forward):
+        b, s, rows = formula.b, formula.scores, formula.rows
+        self.f, self.zero, near = f, f.zero, ~rows.far
+        self.precisions, self.rounded = f.precisions, f.roundings.rounded
+        self.dout = torch.zeros_like(f.out).detach() if b.dout is None else b.dout
+        self.g_abs = self.dout.abs()
+        above = torch.where(s.visible, s.scores - f.lse, self.zero)
+        self.bare = torch.where(s.visible, torch.exp(above), self.zero)
+        self.bare_fine = self.bare * (f.scores_abs + f.mean_abs) * near
+        self.p = s.w * self.bare
+        self.pr = self.rounded(self.p * b.keep)
+        dlse = self.zero if b.dlse is None else b.dlse[..., None]
+        self.dp_abs = b.keep * (self.g_abs @ turn(f.v_abs))
+        self.dp = b.keep * (self.dout @ turn(f.v))
+        self.delta_abs = row(self.g_abs * f.out_abs) + dlse.abs()
+        self.delta = row(self.dout * f.out) - dlse
+        self.delta_fine = row(self.g_abs * f.out_fine)
+        self.u_abs = self.dp_abs + self.delta_abs
+        self._of_scores(b, rows)
+        self._before_softcap(b, s)
+        # Kernels flush a P below the smallest normal number of their own arithmetic to zero.
+        wide = torch.float64 if self.precisions.internal < 2.0**-24 else torch.float32
+        self.least_p = torch.finfo(wide).smallest_normal
+        gone = torch.where(self.p < self.least_p, self.p, self.zero)
+        self.gone = gone.detach() / self.precisions.unit
+
+    def _of_scores(self, b: Block, rows: LooseRows) -> None:
+        """E and its sizes."""
+        # Kernels of wide heads only have room for P in the inputs' dtype.
+        wide = max(b.q.shape[-1], b.v.shape[-1]) > 128
+        e = (self.rounded(self.p) if wide else self.p) * (self.dp - self.delta)
+        # Where dout and dlse are zero nothing is rounded.
+        e_abs = self.p * self.u_abs + self.precisions.tiny * (self.f.s.visible & (self.u_abs > 0))
+        e_fine = e_abs + self.f.p_fine * self.u_abs + self.p * self.delta_fine
+        if b.dscores is not None:  # the gradient of a result, to which others are added
+            g_scores = b.dscores.abs()
+            e, e_abs, e_fine = e + b.dscores, e_abs + g_scores, e_fine + g_scores
+        self.e, self.e_abs, self.e_fine = e, e_abs, e_fine
+        self.e_loose = self.delta_loose = None
+        if rows.p is not None and self.f.out_loose is not None:
+            self.delta_loose = row(self.g_abs * self.f.out_loose)
+            self.e_loose = rows.p * (self.u_abs + self.delta_loose)
+            self.e_loose = self.e_loose + self.p.detach() * self.delta_loose
+
+    def _before_softcap(self, b: Block, s: Scores) -> None:
+        """``da`` and its sizes, and the slope of the softcap."""
+        da, self.da_abs, self.da_fine, self.da_loose = self.e, self.e_abs, self.e_fine, self.e_loose
+        self.slope: Tensor | None = None
+        self.slope_fine = self.zero
+        if s.tanh is not None and b.softcap:
+            internal = self.precisions.internal
+            self.slope = slope_of(s.raw / b.softcap)
+            # The error of an argument of tanh, and the steepest slope within it: never more than 1.
+            off = ROUNDINGS * internal * s.raw_abs / b.softcap
+            steepest = slope_of(((s.raw / b.softcap).abs() - off).clamp(min=0))
+            bent = (2 * s.tanh.abs() * off + 2 * off * off).clamp(max=1)
+            self.slope_fine = 2 * s.tanh * s.tanh + steepest * bent / (ROUNDINGS * internal)
+            da = self.e * self.slope
+            self.da_abs = self.e_abs * self.slope
+            self.da_fine = self.e_fine * self.slope + self.e_abs * self.slope_fine
+            self.da_loose = None if self.e_loose is None else self.e_loose * steepest
+        self.da = self.rounded(da)
 
 
 class Formula:
@@ -70,426 +258,166 @@ class Formula:
     does.
     """
 
-    def __init__(
-        self,
-        b: Block,
-        unit: float,
-        internal: float,
-        tiny: float,
-        bias_unit: float,
-        weight_unit: float,
-        sink_unit: float,
-        of_p: Rounding | None = None,
-        parts: Rounding | None = None,
-    ):
-        self.unit, self.tiny = unit, tiny
-        # (perturbation, group of equal roundings, number of groups)
-        self.leaves: list[tuple[Tensor, Tensor, int]] = []
+    def __init__(self, b: Block, precisions: Precisions):
+        self.b, self.precisions = b, precisions
+        self.roundings = Roundings(precisions.unit, precisions.tiny)
         self.others: dict[str, list[Tensor]] = {}
         self.shift: dict[str, Tensor] = {}
-        groups = b.q.shape[-3] // b.k.shape[-3]
-        per_query = lambda x: x.repeat_interleave(groups, -3)  # noqa: E731
-        per_key = lambda x: x.unflatten(-3, (-1, groups)).sum(-3) if groups > 1 else x  # noqa: E731
-        turn = lambda x: x.transpose(-1, -2)  # noqa: E731
-        row = lambda x: x.sum(-1, keepdim=True)  # noqa: E731
-
-        def per_pair(x: Tensor) -> Tensor:
-            """Key weights in the shape that multiplies the scores."""
-            return (x.repeat_interleave(groups, -2) if x.shape[-2] > 1 else x)[..., None, :]
-
-        def per_weight(x: Tensor) -> Tensor:
-            """[*, Hq, Sq, Sk] summed to the shape of the key weights."""
-            assert b.key_weight is not None
-            return x.sum(-2).unflatten(-2, (-1, groups)).sum(-2).sum_to_size(b.key_weight.shape)
-
-        k, v = per_query(b.k), per_query(b.v)
-        q_abs, k_abs, v_abs, scale_abs = b.q.abs(), k.abs(), v.abs(), abs(b.scale)
-        zero = b.q.new_zeros(())
-
-        # Scores, their statistics and their softmax.
-        raw_abs = scale_abs * (q_abs @ turn(k_abs))
-        raw = b.scale * (b.q @ turn(k))
-        tanh = torch.tanh(raw / b.softcap) if b.softcap else None
-        capped = raw if tanh is None or not b.softcap else b.softcap * tanh
-        bias = torch.zeros_like(raw_abs) if b.bias is None else b.bias.expand(raw.shape)
-        visible = b.visible.expand(raw.shape) & (bias > -torch.inf)
-        bias = torch.where(visible, bias, zero)
-        alibi = zero if b.alibi is None else b.alibi
-        scores = capped + bias + alibi
-        seen, bare_abs = visible, raw_abs + capped.abs() + bias.abs() + scores.abs()
-        w = zero + 1 if b.key_weight is None else per_pair(b.key_weight)
-        w = torch.where(w < LEAST_WEIGHT, zero, w)
-        empty = ~(visible & (w > 0)).any(-1, keepdim=True)
-        logarithm = torch.log(w)
-        top = torch.where(visible & ~empty, scores + logarithm, -torch.inf).detach()
-        top = top.amax(-1, keepdim=True) if top.shape[-1] else raw_abs.new_zeros(*top.shape[:-1], 1)
-        unseen = empty  # neither keys nor a sink
-        top = of_keys = torch.where(empty, zero, top)
-        sink = zero - torch.inf if b.sink is None else b.sink
-        if b.sink is not None:
-            top = torch.maximum(torch.where(empty, -torch.inf, top), sink).detach()
-            unseen = top == -torch.inf
-            top = torch.where(unseen, zero, top)
-        # With a sink, keys that all have weight zero still count: their weights have a gradient.
-        visible = visible & ~unseen
-        weights = torch.where(visible, torch.exp(torch.where(visible, scores - top, zero)), zero)
-        weights = w * weights
-        total = torch.where(unseen, zero + 1, row(weights) + torch.exp(sink - top))
-        lse = torch.log(total) + top
-        p = weights / total
-        spread = raw_abs
-        if b.softcap:  # no error of a score is larger than the cap
-            spread = raw_abs.clamp(max=2 * b.softcap / (ROUNDINGS * internal))
-        scores_abs = torch.where(
-            visible,
-            spread + capped.abs() + bias.abs() + alibi.abs() + scores.abs() + lse.abs(),
-            zero,
-        )
-        scores_abs = scores_abs + torch.where(w > 0, logarithm.abs(), zero)
-        shift = torch.where(visible & (w > 0), scores + logarithm - lse, -torch.inf).detach()
-        error = ROUNDINGS * internal * scores_abs
-        reached = shift + error > -40  # keys that may have a share at all
-        # Scores that overflow in powers of two: such a row may count as one without keys.
-        lowest = ~empty & (top < LOWEST)
-        far = (reached & (scores_abs > FAR)).any(-1, keepdim=True) | lowest
-        self.large = bool((~empty & (lse.abs() * unit > 1)).any())
-        p_loose = lse_loose = worst = None
-        if far.any():
-            worst = torch.where(reached, error, zero)
-            worst = worst.amax(-1, keepdim=True)
-            most = torch.exp((shift + error + worst).clamp(max=0))
-            moved = torch.maximum(most - p, p - torch.exp(shift - error - worst))
-            moved = torch.where(lowest, zero + 1, moved)
-            # Its own roundings included.
-            p_loose = (1 + 4 * ROUNDINGS * unit) * torch.where(far & visible, moved, zero)
-            lse_loose = worst + ROUNDINGS * internal * lse.abs()
-            lse_loose = torch.where(far, torch.where(lowest, 2 * lse.abs(), lse_loose), zero)
-        near = ~far
-        lse = torch.where(far, lse, self.rounded(lse, internal))
-        mean_abs = row(p * scores_abs)
-        p_sink = torch.where(unseen, zero, torch.exp(sink - lse))
-        sink_abs = torch.where(p_sink > 0, sink.abs() + lse.abs(), zero)
-        mean_abs = mean_abs + p_sink * sink_abs
-        p_fine = p * (scores_abs + mean_abs) * near
-        p_abs = p + tiny * visible
-        pr, pr_abs, pr_fine = p * b.keep, p_abs * b.keep, p_fine * b.keep
-        # P is rounded directly, or before it is normalised: then rows with equal ratios have equal roundings.
-        before = weights * b.keep  # kernels compute no sink
-        if b.sink is not None:
-            above = torch.where(visible & ~empty, scores - of_keys, -torch.inf)
-            before = w * torch.exp(above) * b.keep
-        least: Any = None  # the smallest normal P
-        if of_p is None:
-            pr = self.rounded(self.rounded(pr), like=before)
-        else:  # to so few bits that one of the two would be seen in the other
-            of_row = (torch.exp(of_keys - top) / total).detach()
-            least = of_p.tiny * of_row
-            phases = [2.0 ** (i / PHASES) for i in range(PHASES)]
-            off = [of_row * of_p.of_sum(before * x) / x for x in phases]
-            self.shift["lse"] = torch.stack(off).squeeze(-1)
-            size = torch.stack(off).square().mean(0).sqrt()
-            sizes, copies = torch.unique(torch.round(size * 2.0**40), return_inverse=True)
-            leaf = torch.zeros_like(size, requires_grad=True)
-            self.leaves.append((leaf, copies, sizes.numel()))
-            lse = lse + leaf * size
-            of_sums = [
-                self.rounded(pr, of_p.unit, before, least, rows=copies),
-                self.rounded(pr, of_p.unit, before, least, bins=2.0**16),
-            ]
-            pr = self.rounded(pr, of_p.unit, before, least)
-        out_abs, out_fine = pr_abs @ v_abs, pr_fine @ v_abs
-        out = pr @ v
-        if b.sink is not None:  # rounded before the sink takes its share, too
-            share = row(p).detach()
-            out = self.rounded(out, like=torch.where(share > 0, out / share, zero))
-        bare_out, out = out, self.rounded(out)
-        self.values = {"out": out, "lse": torch.where(unseen, -torch.inf, lse).squeeze(-1)}
-        self.coarse = {"out": out_abs, "lse": zero.expand(lse.shape[:-1])}
-        cells: Any = None
-        if of_p is not None:
-            # Roundings of P in their own units: relative for normal numbers, that of the smallest normal number for
-            # subnormal ones, or all of P.
-            size = pr.detach().abs()
-            size = torch.where(size < least, (size / of_p.unit).clamp(max=least), size)
-            moved_by = lambda x: x @ v_abs + row(x) * out.detach().abs()  # noqa: E731
-            self.coarse = {
-                "out": out_abs + of_p.unit / (ROUNDINGS * unit) * moved_by(size),
-                "lse": of_p.unit / (ROUNDINGS * unit) * row(size).squeeze(-1),
-            }
-            cells = of_p.unit / unit * moved_by(torch.where(pr.detach().abs() < least, size, zero))
-            moves = [x - x.detach() for x in of_sums]
-            self.others["out"] = [
-                out - bare_out + bare_out.detach() + x @ v - out.detach() * row(x) for x in moves
-            ]
-        self.fine = {
-            "out": out_abs + out_fine,
-            "lse": ((mean_abs + lse.abs()) * near).squeeze(-1),
-        }
-        if b.residual:
-            kept = self.rounded(torch.where(seen, scores, zero), bias_unit)
-            self.values["scores"] = torch.where(seen, kept, -torch.inf)
-            self.coarse["scores"] = torch.where(seen, scores.abs() + tiny, zero)
-            self.fine["scores"] = torch.where(seen, bare_abs, zero)
         self.loose: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor]
+        self.coarse: dict[str, Tensor]
+        self.fine: dict[str, Tensor]
+        self.subnormal: dict[
+            str, Tensor
+        ]  # roundings of the results whose products have such factors
 
-        def subnormal(x: Tensor) -> Tensor:
-            """One rounding cell, in units of ``unit``, where x is a subnormal number: all such numbers may round in
-            the same direction."""
-            size = torch.where(x.detach() != 0, x.detach().abs(), torch.inf)
-            cell = tiny * (size < tiny).to(x.dtype)
-            if parts is not None:
-                cell = cell + parts.tiny * (parts.unit / unit) * (size < parts.tiny / parts.unit)
-            return cell
-
-        # Roundings of the results whose products have such factors.
-        self.subnormal = {"out": subnormal(pr) @ v_abs if cells is None else cells}
-        if b.sink is not None:
-            # A share so near 1 that it moves a rounded number by less than a rounding is lost, in every element in
-            # the same way.
-            lost = torch.clamp((1 - share) / self.unit, max=1.0)
-            self.subnormal["out"] = self.subnormal["out"] + lost * out.detach().abs()
-        pr_loose = out_loose = None
-        if p_loose is not None and lse_loose is not None:
-            pr_loose = p_loose * b.keep
-            # Forward, P is normalised by its own sum: a mean of values.
-            out_loose = torch.minimum(
-                pr_loose @ v_abs,
-                1.1 * (out.abs() + b.keep.max() * v_abs.amax(-2, keepdim=True)).detach(),
-            )
-            self.loose = {"out": out_loose, "lse": lse_loose.squeeze(-1)}
+        self.heads = Heads(b)
+        self.k, self.v = self.heads.per_query(b.k), self.heads.per_query(b.v)
+        self.scores = s = Scores(b, self.k, self.heads)
+        self.scores_abs = s.sizes(b.softcap, precisions.internal)
+        self.rows = LooseRows(s, self.scores_abs, precisions.unit, precisions.internal)
+        self.large = bool((~s.empty & (s.lse.abs() * precisions.unit > 1)).any())
+        forward = Forward(self)
         if b.dout is None and b.dscores is None:
             return
-        dout = torch.zeros_like(out).detach() if b.dout is None else b.dout
-
-        # First backward, from P recomputed with the stored lse: E = dS = P o (R o (G V^T) - delta + g).
-        bare = torch.where(visible, torch.exp(torch.where(visible, scores - lse, zero)), zero)
-        bare_fine = bare * (scores_abs + mean_abs) * near
-        p = w * bare
-        pr = self.rounded(p * b.keep)
-        g_abs = dout.abs()
-        dlse = zero if b.dlse is None else b.dlse[..., None]
-        dp_abs = b.keep * (g_abs @ turn(v_abs))
-        dp = b.keep * (dout @ turn(v))
-        delta_abs = row(g_abs * out_abs) + dlse.abs()
-        delta = row(dout * out) - dlse
-        # Kernels of wide heads only have room for P in the inputs' dtype.
-        wide = max(b.q.shape[-1], b.v.shape[-1]) > 128
-        e = (self.rounded(p) if wide else p) * (dp - delta)
-        u_abs = dp_abs + delta_abs
-        # Where dout and dlse are zero nothing is rounded.
-        e_abs = p * u_abs + tiny * (visible & (u_abs > 0))
-        e_fine = e_abs + p_fine * u_abs + p * row(g_abs * out_fine)
-        if b.dscores is not None:  # the gradient of a result, to which others are added
-            g_scores = b.dscores.abs()
-            e, e_abs, e_fine = e + b.dscores, e_abs + g_scores, e_fine + g_scores
-        e_loose = delta_loose = None
-        if p_loose is not None and out_loose is not None:
-            delta_loose = row(g_abs * out_loose)
-            e_loose = p_loose * (u_abs + delta_loose) + p.detach() * delta_loose
-        da, da_abs, da_fine, da_loose = e, e_abs, e_fine, e_loose
-        slope_fine = zero
-        if tanh is not None and b.softcap:
-            slope = _slope(raw / b.softcap)
-            # The error of an argument of tanh, and the steepest slope within it: never more than 1.
-            off = ROUNDINGS * internal * raw_abs / b.softcap
-            steepest = _slope(((raw / b.softcap).abs() - off).clamp(min=0))
-            slope_fine = 2 * tanh * tanh + steepest * (2 * tanh.abs() * off + 2 * off * off).clamp(
-                max=1
-            ) / (ROUNDINGS * internal)
-            da = e * slope
-            da_abs = e_abs * slope
-            da_fine = e_fine * slope + e_abs * slope_fine
-            da_loose = None if e_loose is None else e_loose * steepest
-        da = self.rounded(da)
-        dq = [scale * (x @ y) for scale, x, y in _terms(b.scale, (da, da_abs, da_fine), k, k_abs)]
-        dk = [
-            per_key(scale * (turn(x) @ y))
-            for scale, x, y in _terms(b.scale, (da, da_abs, da_fine), b.q, q_abs)
-        ]
-        dv = [
-            per_key(turn(x) @ y)
-            for _, x, y in _terms(1.0, (pr, pr_abs, pr_abs + pr_fine), dout, g_abs)
-        ]
-        dbias = [] if b.bias is None else [x.sum_to_size(b.bias.shape) for x in (e, e_abs, e_fine)]
-        # Kernels flush a P below the smallest normal number of their own arithmetic to zero.
-        least_p = torch.finfo(
-            torch.float64 if internal < 2.0**-24 else torch.float32
-        ).smallest_normal
-        gone = torch.where(p < least_p, p, zero).detach() / unit
-        lost_e = gone * u_abs
-        of_da = subnormal(da) + lost_e
-        self.subnormal |= {
-            "dq": scale_abs * (of_da @ k_abs),
-            "dk": per_key(scale_abs * (turn(of_da) @ q_abs)),
-            "dv": per_key(turn(subnormal(pr) + gone * b.keep) @ g_abs),
-        }
-        if b.bias is not None:
-            self.subnormal["dbias"] = lost_e.sum_to_size(b.bias.shape)
-        if p_loose is not None and pr_loose is not None:
-            assert e_loose is not None and da_loose is not None
-            self.loose |= {
-                "dq": scale_abs * (da_loose @ k_abs),
-                "dk": per_key(scale_abs * (turn(da_loose) @ q_abs)),
-                "dv": per_key(turn(pr_loose) @ g_abs),
-            }
-            if b.bias is not None:
-                self.loose["dbias"] = e_loose.sum_to_size(b.bias.shape)
-        dweight = []
-        bare_loose = None
-        if b.key_weight is not None:
-            if worst is not None and delta_loose is not None:
-                grown = torch.where(visible, scores - lse, -torch.inf).detach() + error + worst
-                most = torch.where(w > 0, 1 / w, torch.inf)
-                most = torch.minimum(torch.exp(grown.clamp(max=600)), most)
-                bare_loose = torch.where(far & visible, torch.maximum(most, bare), zero).detach()
-                loose = bare_loose * (u_abs + delta_loose) + bare.detach() * delta_loose
-                self.loose["dkey_weight"] = per_weight(loose)
-            n_fine = bare * u_abs + bare_fine * u_abs + bare * row(g_abs * out_fine)
-            dweight = [per_weight(x) for x in (bare * (dp - delta), bare * u_abs, n_fine)]
-        dsink = []
-
-        def per_head(x: Tensor) -> Tensor:
-            return x.movedim(-3, 0).flatten(1).sum(1)
-
-        sized_sink: Sized | None = None
-        if b.sink is not None:
-            sink_fine = p_sink * ((sink_abs + mean_abs) * near + 1 + (p_sink < least_p) / internal)
-            sink_loose = None if p_loose is None else far.to(p_sink)
-            sized_sink = Sized(p_sink, p_sink, sink_fine, sink_loose)
-            n_fine = delta_abs * (sink_abs + mean_abs) * near + row(g_abs * out_fine) + delta_abs
-            n_fine = n_fine + (p_sink < least_p) * delta_abs / internal
-            dsink = [per_head(p_sink * x) for x in (-delta, delta_abs, n_fine)]
-            if delta_loose is not None:
-                self.loose["dsink"] = per_head(far * (delta_abs + delta_loose)).detach()
-        units = {"dbias": bias_unit, "dkey_weight": weight_unit, "dsink": sink_unit}
-        for name, found in (
-            ("dq", dq),
-            ("dk", dk),
-            ("dv", dv),
-            ("dbias", dbias),
-            ("dkey_weight", dweight),
-            ("dsink", dsink),
-        ):
-            if found:
-                value, self.coarse[name], self.fine[name] = found
-                self.values[name] = self.rounded(value, units.get(name, unit))
+        backward = Backward(self, forward)
+        sink = None if b.sink is None else self._share_of_sink(forward, backward)
+        self._rows_gradients(forward, backward)
+        self._bias_gradient(backward)
+        self._weight_gradient(forward, backward)
+        if sink is not None:
+            self._sink_gradient(forward, backward, sink)
         if b.tangents:
-            exact = lambda x: Sized(x, x.abs(), torch.zeros_like(x))  # noqa: E731
-            inclined: Sized | None = None
-            bend: Sized | None = None
-            if tanh is not None and b.softcap:
-                inclined = Sized(slope, slope, slope_fine)
-                bend = Sized.bend(tanh, slope, raw_abs, b.softcap)
-            spread = {"tk": per_query, "tv": per_query, "tkey_weight": per_pair}
-            results = second_order(
-                {n: exact(spread.get(n, lambda y: y)(x)) for n, x in b.tangents.items()},
-                exact(b.q), exact(k), exact(v), exact(dout), Sized(p, p_abs, p_fine, p_loose),
-                Sized(bare, bare, bare_fine, bare_loose if b.key_weight is not None else p_loose), exact(b.keep), b.scale, inclined, bend,
-                Sized(dp, dp_abs, dp_abs), Sized(delta, delta_abs, row(g_abs * out_fine) + delta_abs, delta_loose), self.rounded, tiny,
-                sized_sink,
-            )  # fmt: skip
-            for name, x in results.items():
-                if name in ("gk", "gv"):
-                    x = x.map(per_key)
-                elif name == "gbias":
-                    if b.bias is None:
-                        continue
-                    shape = b.bias.shape
-                    x = x.map(lambda y: y.sum_to_size(shape))  # noqa: B023  (called at once)
-                elif name == "gkey_weight":
-                    if b.key_weight is None:
-                        continue
-                    x = x.map(per_weight)
-                elif name == "gsink":
-                    x = x.map(per_head)
-                self.coarse[name], self.fine[name] = x.coarse, x.fine
-                if x.loose is not None:
-                    self.loose[name] = x.loose
-                last = {
-                    "gbias": bias_unit,
-                    "gkey_weight": weight_unit,
-                    "gsink": sink_unit,
-                    "gdlse": internal,
-                    "tlse": internal,
-                }.get(name, unit)
-                self.values[name] = self.rounded(x.value, last)
+            self._second_order(forward, backward, sink)
 
-    def rounded(
-        self,
-        x: Tensor,
-        unit: float | None = None,
-        like: Tensor | None = None,
-        tiny: Any = None,
-        bins: float = 8,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """x with a perturbation, zero, that stands for its rounding to the precision ``unit``.
+    def _store(self, name: str, value: Tensor, coarse: Tensor, fine: Tensor) -> None:
+        """One result of the backward, rounded."""
+        self.coarse[name], self.fine[name] = coarse, fine
+        self.values[name] = self.roundings.rounded(value, self.precisions.of_result(name))
 
-        Mantissas that are equal, to an eighth of a rounding (``bins``), round equally. Therefore they share a group,
-        of all rows or of those that share an index (``rows``). Values that ``unit`` represents do not round at all.
-        ``like``: the tensor that is rounded in x's place, x times a factor of its row. ``tiny``: the smallest normal
-        number (of each row), None: that of results, where ``unit`` is theirs.
-        """
-        unit = self.unit if unit is None else unit
-        mantissa = torch.frexp((x if like is None else like).detach().abs()).mantissa
-        mantissas, group = torch.unique(torch.round(mantissa * (bins / unit)), return_inverse=True)
-        exact = torch.round(mantissa * (2**16 / unit)) % 2**15 == 0
-        leaf = torch.zeros_like(x, requires_grad=True)
-        size = x.detach().abs()
-        tiny = self.tiny if tiny is None and unit == self.unit else tiny
-        if tiny is not None:  # the spacing of subnormal numbers is that of the smallest normal ones
-            size = torch.where(size < tiny, (size / unit).clamp(max=tiny), size)
-        size = torch.where(exact & (size == x.detach().abs()), 0.0, size)
-        # A value that does not round adds zero, to any group: masked scores are millions of equal zeros, and a GPU
-        # adds to one address serially.
-        count = mantissas.numel()
-        if rows is not None and count:
-            group, count = group + rows * count, count * (int(rows.max()) + 1)
-        any_group = torch.arange(group.numel(), device=x.device).view_as(group) % max(count, 1)
-        self.leaves.append((leaf, torch.where(size == 0, any_group, group), count))
-        return x + leaf * (x.detach().sign() * size * (unit * UNIFORM))
+    def _rows_gradients(self, f: Forward, g: Backward) -> None:
+        """dq, dk, dv."""
+        b, per_key, scale = self.b, self.heads.per_key, abs(self.b.scale)
+        q_abs, k_abs = b.q.abs(), self.k.abs()
+        self._store(
+            "dq", b.scale * (g.da @ self.k), scale * (g.da_abs @ k_abs), scale * (g.da_fine @ k_abs)
+        )
+        self._store(
+            "dk",
+            per_key(b.scale * (turn(g.da) @ b.q)),
+            per_key(scale * (turn(g.da_abs) @ q_abs)),
+            per_key(scale * (turn(g.da_fine) @ q_abs)),
+        )
+        self._store(
+            "dv",
+            per_key(turn(g.pr) @ g.dout),
+            per_key(turn(f.pr_abs) @ g.g_abs),
+            per_key(turn(f.pr_abs + f.pr_fine) @ g.g_abs),
+        )
+        of_da = self.precisions.subnormal(g.da) + g.gone * g.u_abs
+        of_pr = self.precisions.subnormal(g.pr) + g.gone * b.keep
+        self.subnormal |= {
+            "dq": scale * (of_da @ k_abs),
+            "dk": per_key(scale * (turn(of_da) @ q_abs)),
+            "dv": per_key(turn(of_pr) @ g.g_abs),
+        }
+        if g.da_loose is not None and f.pr_loose is not None:
+            self.loose |= {
+                "dq": scale * (g.da_loose @ k_abs),
+                "dk": per_key(scale * (turn(g.da_loose) @ q_abs)),
+                "dv": per_key(turn(f.pr_loose) @ g.g_abs),
+            }
+
+    def _bias_gradient(self, g: Backward) -> None:
+        if self.b.bias is None:
+            return
+        shape = self.b.bias.shape
+        self._store("dbias", *(x.sum_to_size(shape) for x in (g.e, g.e_abs, g.e_fine)))
+        self.subnormal["dbias"] = (g.gone * g.u_abs).sum_to_size(shape)
+        if g.e_loose is not None:
+            self.loose["dbias"] = g.e_loose.sum_to_size(shape)
+
+    def _weight_gradient(self, f: Forward, g: Backward) -> None:
+        """dkey_weight, and the possible size of P without weights in loose rows."""
+        self.bare_loose: Tensor | None = self.rows.p
+        if self.b.key_weight is None:
+            return
+        per_weight, bare = self.heads.per_weight, g.bare
+        self.bare_loose = None
+        if g.delta_loose is not None:
+            self.bare_loose = self.rows.bare(self.scores, f.lse, bare)
+            assert self.bare_loose is not None
+            loose = self.bare_loose * (g.u_abs + g.delta_loose) + bare.detach() * g.delta_loose
+            self.loose["dkey_weight"] = per_weight(loose)
+        fine = bare * g.u_abs + g.bare_fine * g.u_abs + bare * g.delta_fine
+        parts = bare * (g.dp - g.delta), bare * g.u_abs, fine
+        self._store("dkey_weight", *(per_weight(x) for x in parts))
+
+    def _share_of_sink(self, f: Forward, g: Backward) -> Sized:
+        """P of the sink, a key without a value."""
+        flushed = (f.p_sink < g.least_p) / self.precisions.internal
+        fine = f.p_sink * ((f.sink_abs + f.mean_abs) * ~self.rows.far + 1 + flushed)
+        loose = None if self.rows.p is None else self.rows.far.to(f.p_sink)
+        return Sized(f.p_sink, f.p_sink, fine, loose)
+
+    def _sink_gradient(self, f: Forward, g: Backward, share: Sized) -> None:
+        far, size = self.rows.far, g.delta_abs
+        fine = size * (f.sink_abs + f.mean_abs) * ~far + g.delta_fine + size
+        fine = fine + (f.p_sink < g.least_p) * size / self.precisions.internal
+        parts = -g.delta, size, fine
+        self._store("dsink", *(per_head(share.value * x) for x in parts))
+        if g.delta_loose is not None:
+            self.loose["dsink"] = per_head(far * (size + g.delta_loose)).detach()
+
+    def _second_order(self, f: Forward, g: Backward, sink: Sized | None) -> None:
+        """All of SECOND_ORDER, by second_order.py."""
+        b, s, heads = self.b, self.scores, self.heads
+
+        def exact(x: Tensor) -> Sized:
+            return Sized(x, x.abs(), torch.zeros_like(x))
+
+        slope: Sized | None = None
+        bend: Sized | None = None
+        if s.tanh is not None and g.slope is not None and b.softcap:
+            slope = Sized(g.slope, g.slope, g.slope_fine)
+            bend = Sized.bend(s.tanh, g.slope, s.raw_abs, b.softcap)
+        spread = {"tk": heads.per_query, "tv": heads.per_query, "tkey_weight": heads.per_pair}
+        results = second_order(
+            {n: exact(spread[n](x) if n in spread else x) for n, x in b.tangents.items()},
+            q=exact(b.q),
+            k=exact(self.k),
+            v=exact(self.v),
+            dout=exact(g.dout),
+            p=Sized(g.p, f.p_abs, f.p_fine, self.rows.p),
+            bare=Sized(g.bare, g.bare, g.bare_fine, self.bare_loose),
+            keep=exact(b.keep),
+            scale=b.scale,
+            slope=slope,
+            bend=bend,
+            dp=Sized(g.dp, g.dp_abs, g.dp_abs),
+            delta=Sized(g.delta, g.delta_abs, g.delta_fine + g.delta_abs, g.delta_loose),
+            rounded=self.roundings.rounded,
+            tiny=self.precisions.tiny,
+            p_sink=sink,
+        )
+        summed = {"gk": heads.per_key, "gv": heads.per_key, "gsink": per_head}
+        if b.bias is not None:
+            shape = b.bias.shape
+            summed["gbias"] = lambda x: x.sum_to_size(shape)
+        if b.key_weight is not None:
+            summed["gkey_weight"] = heads.per_weight
+        for name, x in results.items():
+            if name in ("gbias", "gkey_weight") and name not in summed:
+                continue
+            x = x.map(summed[name]) if name in summed else x
+            if x.loose is not None:
+                self.loose[name] = x.loose
+            self._store(name, x.value, x.coarse, x.fine)
 
     def variances(self, name: str, directions: Tensor) -> Tensor:
         """Variance of <result, direction> for each of [n, *] directions, if groups of equal values round
         independently."""
-        found = self._variances(self.values[name], directions)
+        found = self.roundings.variances(self.values[name], directions)
         for other in self.others.get(name, []):
-            found = torch.maximum(found, self._variances(other, directions))
+            found = torch.maximum(found, self.roundings.variances(other, directions))
         return found
-
-    def _variances(self, value: Tensor, directions: Tensor) -> Tensor:
-        found = directions.new_zeros(directions.shape[0])
-        if not value.numel():
-            return found
-        leaves = [leaf for leaf, _, _ in self.leaves]
-        # All directions at once if they are small, else one by one: each takes the memory of all leaves.
-        together = len(directions) if sum(x.numel() for x in leaves) < 1 << 21 else 1
-        for begin in range(0, len(directions), together):
-            part = slice(begin, begin + together)
-            changes = torch.autograd.grad(
-                finite(value),
-                leaves,
-                directions[part],
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
-            for change, (_, group, count) in zip(changes, self.leaves, strict=True):
-                if change is not None and count:
-                    sums = change.new_zeros(len(change), count)
-                    sums.index_add_(1, group.flatten(), change.flatten(1))
-                    found[part] += sums.square().sum(1)
-        return found
-
-
-def _slope(x: Tensor) -> Tensor:
-    """1 - tanh^2 x without cancellation for large x."""
-    return 1 / torch.cosh(x.clamp(-300, 300)) ** 2
-
-
-def _terms(
-    scale: float, sizes: tuple[Tensor, Tensor, Tensor], y: Tensor, y_abs: Tensor
-) -> list[tuple[Any, ...]]:
-    """Factors of a product's value, of its absolute-value formula, and of the same for the parts in fp32."""
-    value, coarse, fine = sizes
-    return [(scale, value, y), (abs(scale), coarse, y_abs), (abs(scale), fine, y_abs)]

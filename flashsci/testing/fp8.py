@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from flashsci.testing.bounds import Finding, Judge
-from flashsci.testing.drawing import Choices, SeededChoices, strategy_of
-from flashsci.testing.formula import Rounding
+from flashsci.testing.choices import Choices, SeededChoices, strategy_of
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.poison import embed
+from flashsci.testing.roundings import Precisions, Rounding
 
 LAYOUTS = ("heads", "rows", "joint", "unaligned")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 80), (96, 64), (40, 24))
@@ -99,14 +99,17 @@ class FP8Inputs:
 
     def dequantised(self) -> Inputs:
         """The same attention in fp32."""
-        options = {n: x for n, x in self.options.items() if not isinstance(x, Tensor) and n != "out_dtype"}  # fmt: skip
+        options = {n: x for n, x in self.options.items() if not isinstance(x, Tensor)}
+        options.pop("out_dtype", None)
         edges = [self.options.get(n) for n in ("cu_seqlens_q", "cu_seqlens_k")]
         q, k, v = (
             _times(x, self.options.get(f"{name}_scale"), of)
             for name, x, of in (
-                ("q", self.q, edges[0]), ("k", self.k, edges[1]), ("v", self.v, edges[1])
+                ("q", self.q, edges[0]),
+                ("k", self.k, edges[1]),
+                ("v", self.v, edges[1]),
             )
-        )  # fmt: skip
+        )
         return Inputs(q, k, v, cu_seqlens_q=edges[0], cu_seqlens_k=edges[1], options=options)
 
     def judge(self) -> FP8Judge:
@@ -143,10 +146,11 @@ class _Truth(Judge):
         self.out_dtype = out_dtype
         super().__init__(inputs, fused=True)
 
-    def precisions(self) -> tuple[float, float, float, Rounding | None]:
+    def precisions(self) -> Precisions:
         found = torch.finfo(self.out_dtype)
+        unit = found.eps / 2
         sums = TENSOR_CORES if self.inputs.q.is_cuda else torch.finfo(torch.float32).eps / 2
-        return found.eps / 2, sums, found.smallest_normal, E4M3
+        return Precisions(unit, sums, found.smallest_normal, unit, unit, unit, E4M3)
 
 
 class FP8Judge:
@@ -218,7 +222,9 @@ def make_fp8_inputs(case: FP8Case, device: torch.device | str = "cpu") -> FP8Inp
         if kind != "none":
             powers = torch.rand(_scale_shape(case, kind, rows, count), generator=random) * 2 - 1
             scale = powers.exp2() / size * (case.sharp if name == "q" else 1.0)
-            options[f"{name}_scale"] = embed(scale.to(device), pad={scale.dim() - 1: 1} if scale.dim() else None)  # fmt: skip
+            options[f"{name}_scale"] = embed(
+                scale.to(device), pad={scale.dim() - 1: 1} if scale.dim() else None
+            )
     if variant.packed:
         for name, lens in (("cu_seqlens_q", case.lens_q), ("cu_seqlens_k", case.lens_k)):
             edges = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32)
@@ -237,7 +243,12 @@ def _scale_shape(case: FP8Case, kind: str, rows: int, heads: int) -> tuple[int, 
 
 
 def _window(case: FP8Case) -> dict[str, Any]:
-    window = {"none": None, "causal": None, "left": (case.left, None), "both": (case.left, case.right)}  # fmt: skip
+    window = {
+        "none": None,
+        "causal": None,
+        "left": (case.left, None),
+        "both": (case.left, case.right),
+    }
     kind = case.variant.window
     return {"causal": kind in ("causal", "left"), "window": window[kind]}
 
@@ -264,10 +275,15 @@ def fp8_variants(count: int = 28) -> tuple[FP8Variant, ...]:
     found: dict[FP8Variant, None] = {}
     while len(found) < count:
         dims = choices.one_of(HEAD_DIMS)
-        found[FP8Variant(
-            choices.one_of(("bfloat16", "bfloat16", "float16")), *dims, choices.one_of(("none", "causal", "causal", "left", "both")),
-            choices.one_of((False, False, True)), choices.one_of((False, False, True)),
-        )] = None  # fmt: skip
+        found[
+            FP8Variant(
+                choices.one_of(("bfloat16", "bfloat16", "float16")),
+                *dims,
+                choices.one_of(("none", "causal", "causal", "left", "both")),
+                choices.one_of((False, False, True)),
+                choices.one_of((False, False, True)),
+            )
+        ] = None
     return tuple(found)
 
 
@@ -279,21 +295,32 @@ def draw_fp8(
     count = choices.integer(1, 5) if variant.packed else 1
     lens_q, lens_k = (
         tuple(
-            choices.one_of((1, 63, 64, 65, choices.integer(1, longest), choices.integer(1, longest)))
-            if choices.integer(0, 9) else 0
+            choices.one_of(
+                (1, 63, 64, 65, choices.integer(1, longest), choices.integer(1, longest))
+            )
+            if choices.integer(0, 9)
+            else 0
             for _ in range(count)
         )
         for _ in range(2)
-    )  # fmt: skip
+    )
     limited = lambda lens: tuple(min(n, longest) for n in lens)  # noqa: E731
     return FP8Case(
-        variant=variant, seed=choices.integer(0, 2**31 - 1), lens_q=limited(lens_q), lens_k=limited(lens_k),
-        batch=() if variant.packed else choices.one_of(((), (1,), (2,), (2, 2))), heads_k=choices.one_of((1, 2, 3)),
-        group=choices.one_of((1, 1, 2, 4)), layout=choices.one_of(LAYOUTS),
+        variant=variant,
+        seed=choices.integer(0, 2**31 - 1),
+        lens_q=limited(lens_q),
+        lens_k=limited(lens_k),
+        batch=() if variant.packed else choices.one_of(((), (1,), (2,), (2, 2))),
+        heads_k=choices.one_of((1, 2, 3)),
+        group=choices.one_of((1, 1, 2, 4)),
+        layout=choices.one_of(LAYOUTS),
         scales=(choices.one_of(SCALES), choices.one_of(SCALES), choices.one_of(SCALES)),
-        align=choices.one_of(("upper_left", "lower_right")), left=choices.one_of((0, 1, 20, 100)), right=choices.one_of((0, 3)),
-        scale=choices.one_of((None, None, 0.3)), sharp=choices.one_of((1.0, 1.0, 4.0)),
-    )  # fmt: skip
+        align=choices.one_of(("upper_left", "lower_right")),
+        left=choices.one_of((0, 1, 20, 100)),
+        right=choices.one_of((0, 3)),
+        scale=choices.one_of((None, None, 0.3)),
+        sharp=choices.one_of((1.0, 1.0, 4.0)),
+    )
 
 
 def generate_fp8(seed: int, count: int, **limits: Any) -> Iterator[FP8Case]:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from flashsci.testing.blocks import visible_pairs
 from flashsci.testing.bounds import PLAIN, Finding, Judge
-from flashsci.testing.drawing import Choices, SeededChoices, strategy_of
+from flashsci.testing.choices import Choices, SeededChoices, strategy_of
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.poison import embed
 
@@ -139,9 +139,14 @@ class PagedInputs:
             options |= {"causal": given["causal"], "window": given["window"]}
         lengths = torch.tensor([len(k) for k in keys], device=self.q.device)
         return Inputs(
-            self.q[: edges[-1]], torch.cat(keys), torch.cat(values), bias=torch.cat(biases, 1) if extra else None,
-            cu_seqlens_q=given["cu_seqlens_q"], cu_seqlens_k=pad(lengths.cumsum(0), (1, 0)).int(), options=options,
-        )  # fmt: skip
+            self.q[: edges[-1]],
+            torch.cat(keys),
+            torch.cat(values),
+            bias=torch.cat(biases, 1) if extra else None,
+            cu_seqlens_q=given["cu_seqlens_q"],
+            cu_seqlens_k=pad(lengths.cumsum(0), (1, 0)).int(),
+            options=options,
+        )
 
     def _sink_bias(self, length_q: int, length_k: int) -> Tensor:
         """fp32 ``[Hq, Lq * (Lk + 1)]``: causal and window as -inf, and the sink after the last key."""
@@ -161,10 +166,16 @@ class PagedInputs:
         dims, device = (self.k_cache.shape[-1], self.v_cache.shape[-1]), self.q.device
         joint = torch.zeros(pages, heads, page, sum(dims), device=device).to(self.k_cache.dtype)
         slots = torch.randperm(pages * page, generator=random)[: pages * page // 2 + 1]
-        slots[::7] = torch.tensor((-1, pages * page, -(2**40), 2**40)).repeat(len(slots))[: len(slots[::7])]  # fmt: skip
+        slots[::7] = torch.tensor((-1, pages * page, -(2**40), 2**40)).repeat(len(slots))[
+            : len(slots[::7])
+        ]
         new = 100 * torch.randn(len(slots) + 1, heads, sum(dims), generator=random)
         key, value = new.to(device, self.q.dtype).split(dims, -1)
-        scales = {n: s[0] if s.dim() == 2 else s for n, s in self.options.items() if n in ("k_scale", "v_scale")}  # fmt: skip
+        scales = {
+            n: s[0] if s.dim() == 2 else s
+            for n, s in self.options.items()
+            if n in ("k_scale", "v_scale")
+        }
         k_cache, v_cache = joint.transpose(1, 2).split(dims, -1)
         flashsci.write_kv_cache(
             key, value, k_cache, v_cache, slots.to(device), **scales, backend=backend
@@ -282,7 +293,12 @@ def make_paged_inputs(case: PagedCase, device: torch.device | str = "cpu") -> Pa
 
 
 def _window(case: PagedCase) -> dict[str, Any]:
-    window = {"none": None, "causal": None, "left": (case.left, None), "both": (case.left, case.right)}  # fmt: skip
+    window = {
+        "none": None,
+        "causal": None,
+        "left": (case.left, None),
+        "both": (case.left, case.right),
+    }
     kind = case.variant.window
     return {"causal": kind in ("causal", "left"), "window": window[kind]}
 
@@ -337,11 +353,17 @@ def paged_variants(count: int = 32) -> tuple[PagedVariant, ...]:
     while len(found) < count:
         dtype = choices.one_of(("float16", "bfloat16", "bfloat16", "float32"))
         head_dim, head_dim_v = choices.one_of(HEAD_DIMS)
-        found[PagedVariant(
-            dtype, choices.one_of(("", "", "float8_e4m3fn", "float8_e5m2")), head_dim, head_dim_v,
-            choices.one_of(("none", "causal", "causal", "left", "both")), choices.one_of((False, False, True)),
-            choices.one_of((False, False, True)),
-        )] = None  # fmt: skip
+        found[
+            PagedVariant(
+                dtype,
+                choices.one_of(("", "", "float8_e4m3fn", "float8_e5m2")),
+                head_dim,
+                head_dim_v,
+                choices.one_of(("none", "causal", "causal", "left", "both")),
+                choices.one_of((False, False, True)),
+                choices.one_of((False, False, True)),
+            )
+        ] = None
     return tuple(found)
 
 
@@ -355,7 +377,9 @@ def draw_paged(
     kind = choices.one_of(("decode", "few", "prefill", "mixed", "mixed"))
     lens_q, lens_k = [], []
     for _ in range(choices.integer(1, 6)):
-        used = choices.one_of((0, 1, 15, 16, 17, choices.integer(1, longest_k), choices.integer(1, longest_k)))  # fmt: skip
+        used = choices.one_of(
+            (0, 1, 15, 16, 17, choices.integer(1, longest_k), choices.integer(1, longest_k))
+        )
         new = {
             "decode": 1,
             "few": choices.integer(1, 8),
@@ -367,13 +391,25 @@ def draw_paged(
         lens_k.append(used if choices.integer(0, 4) == 0 else max(used, new))
     variant = choices.one_of(paged_variants() if pool is None else pool)
     return PagedCase(
-        variant=variant, seed=choices.integer(0, 2**31 - 1), lens_q=tuple(lens_q), lens_k=tuple(lens_k),
-        heads_k=choices.one_of((1, 2, 3)), group=choices.one_of((1, 2, 3, 4, 5, 8)), page=choices.one_of(PAGES),
-        layout=choices.one_of(LAYOUTS), spare_pages=choices.integer(0, 5), shared=choices.one_of((False, True)),
-        outside=choices.integer(0, 3) == 0, padding=choices.one_of((0, 0, 1, 40)), known_length=choices.one_of((False, True)),
-        scales=choices.one_of(("none", "one", "heads")), left=choices.one_of((0, 1, 20, 100)), right=choices.one_of((0, 3)),
-        scale=choices.one_of((None, None, 0.3)), sharp=choices.one_of((1.0, 1.0, 8.0)),
-    )  # fmt: skip
+        variant=variant,
+        seed=choices.integer(0, 2**31 - 1),
+        lens_q=tuple(lens_q),
+        lens_k=tuple(lens_k),
+        heads_k=choices.one_of((1, 2, 3)),
+        group=choices.one_of((1, 2, 3, 4, 5, 8)),
+        page=choices.one_of(PAGES),
+        layout=choices.one_of(LAYOUTS),
+        spare_pages=choices.integer(0, 5),
+        shared=choices.one_of((False, True)),
+        outside=choices.integer(0, 3) == 0,
+        padding=choices.one_of((0, 0, 1, 40)),
+        known_length=choices.one_of((False, True)),
+        scales=choices.one_of(("none", "one", "heads")),
+        left=choices.one_of((0, 1, 20, 100)),
+        right=choices.one_of((0, 3)),
+        scale=choices.one_of((None, None, 0.3)),
+        sharp=choices.one_of((1.0, 1.0, 8.0)),
+    )
 
 
 def generate_paged(seed: int, count: int, **limits: Any) -> Iterator[PagedCase]:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from flashsci.errors import BackendError
-from flashsci.testing.bounds import PLAIN, Judge, check_alone, evaluate
+from flashsci.testing.bounds import PLAIN, Judge
 from flashsci.testing.cases import Case, Variant
-from flashsci.testing.inputs import Inputs, make_inputs
+from flashsci.testing.evaluation import check_alone, evaluate
+from flashsci.testing.inputs import Inputs
+from flashsci.testing.making import make_inputs
 from flashsci.testing.poison import poisoned_memory
 
 
@@ -231,7 +233,9 @@ for _layout, _dtypes in (
 def negated_when_read(backend: str, device: torch.device) -> None:
     """Tensors whose memory holds their negative, as the imaginary part of a conjugate does."""
     case = Case(seed=8, lead=(2,), heads_k=2, seq_q=9, seq_k=12)
-    packed = Case(seed=8, variant=Variant(varlen=True), rank=3, lead=(), lens_q=(4, 3), lens_k=(5, 2))  # fmt: skip
+    packed = Case(
+        seed=8, variant=Variant(varlen=True), rank=3, lead=(), lens_q=(4, 3), lens_k=(5, 2)
+    )
     one_each = zip((case, case, packed, case), ("q", "k", "v", "dout"), DTYPES * 2, strict=False)
     parts = (judged(backend, device, replace(c, negated=n), dtypes=(t,)) for c, n, t in one_each)
     each_served(itertools.chain.from_iterable(parts))
@@ -248,8 +252,15 @@ def other_tensors_of_a_known_signature(backend: str, device: torch.device) -> No
         Judge(inputs, backend not in PLAIN).require(evaluate(inputs, backend))
 
     case = Case(seed=20, layout="bshd", lead=(2,), heads_k=2, seq_q=20, seq_k=24)
-    biased = replace(case, variant=Variant(bias="pair", bias_grad=True, mask=True), bias_shape=(1, 2, 20, 24), mask_shape=(2, 1, 1, 24))  # fmt: skip
-    packed = replace(case, variant=Variant(varlen=True), rank=3, lead=(), lens_q=(9, 5), lens_k=(4, 8))  # fmt: skip
+    biased = replace(
+        case,
+        variant=Variant(bias="pair", bias_grad=True, mask=True),
+        bias_shape=(1, 2, 20, 24),
+        mask_shape=(2, 1, 1, 24),
+    )
+    packed = replace(
+        case, variant=Variant(varlen=True), rank=3, lead=(), lens_q=(9, 5), lens_k=(4, 8)
+    )
     each_served(
         functools.partial(twice, replace(c, variant=replace(c.variant, dtype=dtype)))
         for c, dtype in itertools.product((case, biased, packed), DTYPES)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from flashsci.errors import BackendError
-from flashsci.testing.bounds import Judge, evaluate
+from flashsci.testing.bounds import Judge
 from flashsci.testing.cases import Case, Variant
-from flashsci.testing.inputs import make_inputs
+from flashsci.testing.evaluation import evaluate
+from flashsci.testing.making import make_inputs
 from flashsci.testing.traps import DTYPES, HALVES, Skipped, trap
 
 

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 import flashsci
-from flashsci.testing.bounds import PLAIN, Judge, evaluate
+from flashsci.testing.bounds import PLAIN, Judge
 from flashsci.testing.cases import NUMBERS, PADDINGS, PLACES, Case, Variant
-from flashsci.testing.formula import LOWEST
-from flashsci.testing.inputs import Inputs, make_inputs
+from flashsci.testing.evaluation import evaluate
+from flashsci.testing.inputs import Inputs
+from flashsci.testing.making import make_inputs
 from flashsci.testing.poison import poisoned_memory
+from flashsci.testing.tolerance import LOWEST
 from flashsci.testing.traps import (
     DTYPES,
     HALVES,
@@ -381,14 +383,19 @@ def large_bias_of_a_linear(backend: str, device: torch.device) -> None:
     s, heads = (
         (144, 14) if full else (12, 3)
     )  # 14: a tile of heads is not full; 144: nor is the last of keys
-    case = Case(seed=50, lead=(2,), heads_k=heads, seq_q=s, seq_k=s, bias_view="linear", dout_scale=1e-3)  # fmt: skip
+    case = Case(
+        seed=50, lead=(2,), heads_k=heads, seq_q=s, seq_k=s, bias_view="linear", dout_scale=1e-3
+    )
     owned, shared = (2, heads, s, s), (1, heads, s, s)
     parts: list[Callable[[], None]] = []
     for shape, wide, learnt in itertools.product((owned, shared), (False, True), (False, True)):
         variant = Variant(bias="pair", bias_float=wide, bias_grad=learnt)
         parts += judged(
-            backend, device, replace(case, variant=variant, bias_shape=shape), dtypes=DTYPES if full else ("float32",)
-        )  # fmt: skip
+            backend,
+            device,
+            replace(case, variant=variant, bias_shape=shape),
+            dtypes=DTYPES if full else ("float32",),
+        )
     if full:  # rows that begin at no multiple of 16 bytes
         odd = replace(case, seq_k=139, bias_shape=(1, heads, s, 139))
         variant = Variant(bias="pair", bias_grad=True)

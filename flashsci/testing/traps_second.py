@@ -10,9 +10,11 @@ import torch
 
 import flashsci
 from flashsci.errors import BackendError
-from flashsci.testing.bounds import Judge, evaluate
+from flashsci.testing.bounds import Judge
 from flashsci.testing.cases import Case, Variant
-from flashsci.testing.inputs import Inputs, make_inputs
+from flashsci.testing.evaluation import evaluate
+from flashsci.testing.inputs import Inputs
+from flashsci.testing.making import make_inputs
 from flashsci.testing.traps import (
     DTYPES,
     HALVES,
@@ -76,13 +78,17 @@ def tangents_of_rows_of_numbers(backend: str, device: torch.device, dtype: str) 
     kind = getattr(torch, dtype)
     q, k, v = (x.to(device, kind) for x in (q, k, v))
     inputs = Inputs(
-        q, k, v,
+        q,
+        k,
+        v,
         bias=bias.to(device),
         dout=torch.ones(2, 2, seq, 16, device=device, dtype=kind),
         dlse=torch.zeros(2, 2, seq, device=device),
-        tangents={n: x.to(device, torch.float32 if n == "tbias" else kind) for n, x in tangents.items()},
+        tangents={
+            n: x.to(device, torch.float32 if n == "tbias" else kind) for n, x in tangents.items()
+        },
         options={"window": (seq // 3, None)},
-    )  # fmt: skip
+    )
     found = evaluate(inputs, backend)["tlse"]
     least, most = found.min().item(), found.max().item()
     low, high = tbias.min().item() - 0.1, tbias.max().item() + 0.1

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import flashsci
+from flashsci.backends.cuda import decisions
+from flashsci.backends.cuda.library import library_path
+from flashsci.choice import differentiate
 
 BACKENDS = ["reference", "sdpa", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,13 +144,6 @@ def test_lse_and_dynamic_shapes_compile(backend):
         torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
 
 
-def test_auto_and_overrides_compile():
-    torch._dynamo.reset()
-    q, k, v = (draw(2, 2, 5, 8) for _ in range(3))
-    call = lambda q: flashsci.attention(q, k, v)  # noqa: E731
-    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(q), call(q))
-
-
 def test_autocast_compiles():
     torch._dynamo.reset()
     q, k, v = (draw(2, 2, 5, 8) for _ in range(3))
@@ -184,3 +180,30 @@ def test_export_with_a_free_length(backend):
     names = {str(node.target) for node in program.graph.nodes}
     if backend == "triton":
         assert "flashsci.triton_forward.default" in names
+
+
+@pytest.mark.skipif(library_path() is None, reason="flashsci/_C.so was not built")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_library_is_asked_in_the_middle_of_a_trace(monkeypatch, dynamic):
+    """Its answer is of the sizes that the compiler traces with, and adds nothing to the program."""
+    torch._dynamo.reset()
+    asked, compute = [], differentiate.backward
+
+    def backward(name, dout, dlse, saved, need):
+        sizes = saved.tensors.bias.shape
+        asked.append((any(type(n) is not int for n in sizes), decisions.hopper_takes(saved, need)))
+        return compute(name, dout, dlse, saved, need)
+
+    monkeypatch.setattr(differentiate, "backward", backward)
+
+    def call(q, bias):
+        return flashsci.attention(q, q, q, bias=bias, backend="triton")
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows, takes in ((128, True), (132, False)):
+        q = torch.randn(1, 2, rows, 16).half().requires_grad_()
+        bias = torch.randn(1, 2, rows, rows).half().requires_grad_()
+        compiled(q, bias).float().sum().backward()
+        if not dynamic:
+            assert asked[-1] == (False, takes)
+    assert asked[0] == (dynamic, True)

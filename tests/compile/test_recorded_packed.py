@@ -106,10 +106,13 @@ def test_jagged_tensors_compile_in_one_graph(backend, heads, lse):
             torch.testing.assert_close(a.values(), b.values(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "sdpa"])
+SERVE_ANY_LENGTH = [*(b for b in BACKENDS if b != "sdpa"), "eager"]
+FROM_DATA = dict(fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("backend", SERVE_ANY_LENGTH)
 def test_lengths_that_the_data_decides(backend):
-    """[B, S, H, D] with heads moved forward, S found by nonzero: none of its strides is known while tracing. (torch's own SDPA
-    refuses such lengths.)"""
+    """[B, S, H, D] with heads moved forward, S found by nonzero: none of its strides is known while tracing."""
 
     def call(x, chosen):
         rows = x[chosen.nonzero().squeeze(1)].view(1, -1, 2, 16).transpose(1, 2)
@@ -120,6 +123,46 @@ def test_lengths_that_the_data_decides(backend):
         for n in (5, 8):
             x, chosen = leaf(n, 32), torch.arange(n, device=DEVICE) % 3 > 0
             agree(compiled(x, chosen), call(x, chosen), [x])
+
+
+def select(q, k, v, chosen, which):
+    rows = chosen.nonzero().squeeze(1)
+    return {
+        "q": lambda: (q.index_select(-2, rows), k, v),
+        "k": lambda: (q, k.index_select(-2, rows), v.index_select(-2, rows)),
+        "all": lambda: [x.index_select(-2, rows) for x in (q, k, v)],
+        "batch": lambda: [x.index_select(0, rows) for x in (q, k, v)],
+    }[which]()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1, 1)}], ids=str)
+@pytest.mark.parametrize("which", ["q", "k", "all", "batch"])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_auto_takes_a_backend_that_serves_sizes_from_data(backend, which, options, dynamic):
+    def call(q, k, v, chosen):
+        return flashsci.attention(*select(q, k, v, chosen, which), backend=backend, **options)
+
+    q, k, v = leaf(6, 2, 6, 8), leaf(6, 2, 6, 8), leaf(6, 2, 6, 8)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(call, dynamic=dynamic, **FROM_DATA)
+        for chosen in (torch.arange(6, device=DEVICE) % 3 > 0, torch.ones_like(q[0, 0, :, 0]) > 0):
+            agree(compiled(q, k, v, chosen), call(q, k, v, chosen), [q, k, v])
+
+
+@pytest.mark.parametrize("which", ["q", "k", "batch"])
+def test_sdpa_refuses_sizes_from_data_with_advice(which):
+    def call(q, k, v, chosen):
+        return flashsci.attention(*select(q, k, v, chosen, which), backend="sdpa")
+
+    q = torch.randn(6, 2, 6, 8, device=DEVICE)
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        pytest.raises(
+            Exception, match=r"cannot serve this call: SDPA's rules.*depend on data; backend="
+        ),
+    ):
+        torch.compile(call, **FROM_DATA)(q, q, q, torch.ones(6, device=DEVICE) > 0)
 
 
 def test_opcheck_of_the_packed_reference():

@@ -81,6 +81,10 @@ CALLS = {
     "dense": (lambda b, q, k, v: flashsci.attention(q, k, v, causal=True, backend=b), lambda: rows(2)),
     "bias": (lambda b, q, k, v, m: flashsci.attention(q, k, v, bias=m, mask=MASK, backend=b), lambda: rows(2, bias=True)),
     "without batch": (lambda b, q, k, v: flashsci.attention(q, k, v, backend=b), rows),
+    "hidden keys": (lambda b, q, k, v: flashsci.attention(q, k, v, mask=MASK, backend=b), lambda: rows(2)),
+    "expanded": (
+        lambda b, q, k, v: flashsci.attention(q, k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1), backend=b), lambda: rows(2),
+    ),
     "lse": (lambda b, *x: flashsci.attention(*x, return_lse=True, backend=b), lambda: rows(2)),
     "weights": (
         lambda b, q, k, v, w: flashsci.attention(q, k, v, key_weight=w, backend=b),
@@ -159,8 +163,9 @@ def test_nor_do_they_to_second_order(name, backend, change):
 @changes
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
-def test_backends_in_autograds_own_graph(backend, change, order):
-    check("bias", backend, change, order)
+@pytest.mark.parametrize("name", ["dense", "bias", "hidden keys", "without batch", "expanded"])
+def test_backends_in_autograds_own_graph(name, backend, change, order):
+    check(name, backend, change, order)
 
 
 class Sharing:

@@ -48,6 +48,7 @@ def calls(architecture):
     )
     yield "unaligned rows", "float16", (50, 20), {"window_left": 40, "window_right": 8}
     yield "unaligned rows, packed", "float16", (100, 25), {"packed": True}
+    yield "key weights", "float16", (64, 80), {"weight": (2, 1, 96)}
     yield "negative scale", "float16", (64, 64), {"scale": -0.125}
     # Products whose rows are queries, fewer than 64 of them, beside products whose rows are keys.
     for name, seq in (("few queries", (32, 200)), ("short rows", (72, 144))):

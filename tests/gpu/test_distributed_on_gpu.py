@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flashsci.testing.drawing import SeededChoices
+from flashsci.testing.choices import SeededChoices
 from tests.support.distributed_calls import (
     Split,
     call_quietly_by_groups,
@@ -19,8 +19,8 @@ from tests.support.distributed_calls import (
     second_order_pool,
     split_call,
 )
+from tests.support.emulated_ranks import World, settled
 from tests.support.ranks import Ranks
-from tools.distributed.emulated_ranks import World, settled
 
 pytestmark = pytest.mark.gpu
 CASES = 5  # of each part: most compile kernels of their own

@@ -11,7 +11,7 @@ import torch
 from flashsci.backends import cuda
 from flashsci.call.ops import Scalars, Tensors
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs
-from flashsci.testing.bounds import check_alone
+from flashsci.testing.evaluation import check_alone
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

@@ -15,7 +15,7 @@ from flashsci.testing import (
     make_inputs,
     poisoned_memory,
 )
-from flashsci.testing.bounds import check_alone
+from flashsci.testing.evaluation import check_alone
 from flashsci.testing.traps_execution import repeat_bitwise, replay_other_values
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch
 
 import flashsci
 from flashsci.testing import Inputs, Judge, evaluate
-from flashsci.testing.formula import LOWEST
+from flashsci.testing.tolerance import LOWEST
 
 NUMBERS = (-1e4, -1e9, -1e30, "min of the bias", "min of the inputs")
 PLACES = ("last keys", "first keys", "scattered keys", "whole rows")

@@ -101,20 +101,28 @@ def generation_of(case: dict[str, Any], problem: Problem) -> int:
     if problem.capability is None:
         return 0
     module = backends.find("cuda").load()
+    reason = module.library.load()
+    if reason is not None and (problem.bias or problem.mask):
+        raise RuntimeError(f"the library says whose gradients records are of, and {reason}")
+    sizes = (problem.heads_q, problem.seq_q), (problem.heads_k, problem.seq_k)
+    rank = len(problem.batch) + 3
 
     def empty(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
+        shape = (*shape,)
+        return torch.empty(*(1,) * (rank - len(shape)), *shape, dtype=dtype, device="meta")
 
-    q = empty((*problem.batch, problem.heads_q, problem.seq_q, problem.head_dim), problem.dtype)
-    v = empty((*problem.batch, problem.heads_q, problem.seq_k, problem.head_dim_v), problem.dtype)
+    q, k = (empty((*problem.batch, *n, problem.head_dim), problem.dtype) for n in sizes)
+    v = empty((*problem.batch, *sizes[1], problem.head_dim_v), problem.dtype)
     bias = mask = None
     if problem.bias_shape is not None:
         bias = empty(problem.bias_shape, problem.bias_dtype)
     if "mask" in case:
         mask = empty(case["mask"], torch.bool)
+    tensors = ops.Tensors(q, k, v, bias, mask=mask)
     scalars = ops.Scalars(-1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default", False)
-    saved = ops.Saved(ops.Tensors(q, v, v, bias, mask=mask), v, q, scalars)
-    takes = module.hopper_takes(saved, ops.NEED_BIAS if problem.bias_grad else 0)
+    saved = ops.Saved(tensors, *ops.fake_forward(tensors), scalars)
+    need = ops.NEED_Q | ops.NEED_K | ops.NEED_V | (ops.NEED_BIAS if problem.bias_grad else 0)
+    takes = module.hopper_takes(saved, need)
     generation: int = module.backward_kernels(problem, takes)[0]
     return generation
 

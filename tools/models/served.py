@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashsci
-from flashsci.call.ops import Saved, Scalars, Tensors
+from flashsci.call.ops import Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
 from flashsci.choice import backends, explanation
 from flashsci.choice.gradients import gradients as kernels_of
@@ -113,7 +113,7 @@ def _in_place(tensors: dict[str, Tensor], problem: Problem) -> bool:
         -1, -1, 1.0, problem.softcap, *window, problem.lower_right, problem.dropout_p, problem.precision,
         problem.deterministic,
     )  # fmt: skip
-    return bool(cuda.hopper_takes(Saved(given, given.q, given.q, scalars), need))
+    return bool(cuda.hopper_takes(Saved(given, *fake_forward(given), scalars), need))
 
 
 def _followed(out: Tensor, note: dict) -> Tensor:

@@ -56,18 +56,18 @@ __device__ __forceinline__ void compute(Storage<C>& shared, const Args& a, int w
     C::Isa::wait(shared.q_full[stage], tiles / C::kQStages & 1);
     const Rows rows(a, shared.tiles[stage]);
     const float v_scale = shared.v_scale[stage];
-    Part<Op, Format, C> part(shared, a, rows, stage, warp);
-    part.run(turn);
-    part.release(shared.q_empty[stage]);                // and the tile's copied data
+    WarpTile<Op, Format, C> warp_tile(shared, a, rows, stage, warp);
+    warp_tile.run(turn);
+    warp_tile.release(shared.q_empty[stage]);           // and the tile's copied data
     C::Isa::wait(shared.sums_empty, (handed & 1) ^ 1);  // the previous sums have been read
     more = rows.tile.more;
     if (rows.rows > kFewRows<C> || (!more && !C::kSharesLast)) {
-      gather(part, v_scale);
+      gather(warp_tile, v_scale);
     } else if (!more) {
-      gather_few(part, v_scale);
+      gather_few(warp_tile, v_scale);
     } else {
-      leave_all(part);
-      part.release(shared.sums_full);
+      leave_all(warp_tile);
+      warp_tile.release(shared.sums_full);
       ++handed;
     }
   }

@@ -34,7 +34,8 @@ struct Shape {
   static constexpr int kRowBytes = kColumns * kBytes, kBoxBytes = kBlockK * kRowBytes;
   static constexpr int kBoxes = kHeadDim / kColumns;
   static constexpr int kPitch = kJoined ? kBoxes * kRowBytes : kRowBytes;  // from row to row
-  static_assert(!kJoined || (kBoxes == 2 && kRowBytes == 128), "the order of keys in part.cuh");
+  static_assert(!kJoined || (kBoxes == 2 && kRowBytes == 128),
+                "the order of keys in warp_tile.cuh");
   static constexpr int kKVBytes = kBlockK * kHeadDim * kBytes;
   static constexpr int kQStages = kHeadDim == 256 ? 1 : 2;  // tiles whose Q is stored at a time
   static constexpr int kQBytes = kRows * kHeadDim * 2;

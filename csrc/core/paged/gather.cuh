@@ -6,7 +6,7 @@
 #include "../../ptx/math.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../softmax.cuh"
-#include "part.cuh"
+#include "warp_tile.cuh"
 
 namespace flashsci::paged {
 
@@ -97,45 +97,45 @@ __device__ __forceinline__ float4* row_place(Storage<C>& shared, int warp, int r
 // Stores a warp's sums of a part of one box's columns, for its first 8 rows or all. place(row,
 // four): the address of four columns of the part.
 template <int kHalves, class Op, class Format, class C, class Place>
-__device__ __forceinline__ void leave_sums(const Part<Op, Format, C>& part, int box, int sums,
-                                           const Place& place) {
+__device__ __forceinline__ void leave_sums(const WarpTile<Op, Format, C>& warp_tile, int box,
+                                           int sums, const Place& place) {
   using E = Eighth<C>;
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    const int row = part.g + half * 8;
-    if (part.tier * kWarpRows + row >= part.rows.rows) continue;
+    const int row = warp_tile.g + half * 8;
+    if (warp_tile.tier * kWarpRows + row >= warp_tile.rows.rows) continue;
 #pragma unroll
     for (int i = 0; i < 2 * E::kOfPart; ++i) {
       const int first = (box * E::kFours + sums * E::kOfPart + i % E::kOfPart) * 4;
-      const auto sum = [&](int j) { return part.o[first + j][half * 2 + i / E::kOfPart]; };
-      *place(row, part.t * 2 * E::kOfPart + i) = make_float4(sum(0), sum(1), sum(2), sum(3));
+      const auto sum = [&](int j) { return warp_tile.o[first + j][half * 2 + i / E::kOfPart]; };
+      *place(row, warp_tile.t * 2 * E::kOfPart + i) = make_float4(sum(0), sum(1), sum(2), sum(3));
     }
   }
 }
 
 template <class Op, class Format, class C>
-__device__ __forceinline__ void leave_statistics(const Part<Op, Format, C>& part) {
+__device__ __forceinline__ void leave_statistics(const WarpTile<Op, Format, C>& warp_tile) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum = quad_sum(part.statistics.sum[half]);
-    if (part.t == 0)
-      part.shared.statistics[part.warp][part.g + half * 8] =
-          make_float2(part.statistics.row_max_log2[half], sum);
+    const float sum = quad_sum(warp_tile.statistics.sum[half]);
+    if (warp_tile.t == 0)
+      warp_tile.shared.statistics[warp_tile.warp][warp_tile.g + half * 8] =
+          make_float2(warp_tile.statistics.row_max_log2[half], sum);
   }
 }
 
 // Stores all columns of few rows.
 template <class Op, class Format, class C>
-__device__ __forceinline__ void leave_all(const Part<Op, Format, C>& part) {
+__device__ __forceinline__ void leave_all(const WarpTile<Op, Format, C>& warp_tile) {
 #pragma unroll
   for (int i = 0; i < C::kBoxes / C::kSlices * Eighth<C>::kParts; ++i) {
     const int box = i / Eighth<C>::kParts, sums = i % Eighth<C>::kParts;
-    leave_sums<1>(part, box, sums, [&](int row, int place) {
+    leave_sums<1>(warp_tile, box, sums, [&](int row, int place) {
       const int column = box * C::kColumns + Eighth<C>::column(sums, place);  // in the slice
-      return row_place(part.shared, part.warp, row, column / 4);
+      return row_place(warp_tile.shared, warp_tile.warp, row, column / 4);
     });
   }
-  leave_statistics(part);
+  leave_statistics(warp_tile);
 }
 
 // Merges rows [first, end) of a tile of few rows; run by one warp.
@@ -182,11 +182,13 @@ __device__ __forceinline__ void merge_rows(Storage<C>& shared, const Writer<Op, 
 
 // Few rows of the last tile: the computing warps merge them, since no other work is left.
 template <class Op, class Format, class C>
-__device__ __forceinline__ void gather_few(const Part<Op, Format, C>& part, float v_scale) {
-  const Writer<Op, C> writer(part.args, part.rows, v_scale);
-  leave_all(part);
+__device__ __forceinline__ void gather_few(const WarpTile<Op, Format, C>& warp_tile,
+                                           float v_scale) {
+  const Writer<Op, C> writer(warp_tile.args, warp_tile.rows, v_scale);
+  leave_all(warp_tile);
   ptx::barrier_sync(kComputing, kComputingThreads);
-  merge_rows(part.shared, writer, part.warp, min(part.warp + 1, part.rows.rows));
+  merge_rows(warp_tile.shared, writer, warp_tile.warp,
+             min(warp_tile.warp + 1, warp_tile.rows.rows));
 }
 
 // The merging warp: tile after tile. It also records the tile whose end belongs to another CTA.
@@ -257,17 +259,17 @@ __device__ __forceinline__ void write_part(Storage<C>& shared, const Writer<Op, 
 }
 
 template <class Op, class Format, class C>
-__device__ __forceinline__ void gather(const Part<Op, Format, C>& part, float v_scale) {
-  const Writer<Op, C> writer(part.args, part.rows, v_scale);
-  leave_statistics(part);
+__device__ __forceinline__ void gather(const WarpTile<Op, Format, C>& warp_tile, float v_scale) {
+  const Writer<Op, C> writer(warp_tile.args, warp_tile.rows, v_scale);
+  leave_statistics(warp_tile);
 #pragma unroll
   for (int i = 0; i < C::kBoxes / C::kSlices * Eighth<C>::kParts; ++i) {
     const int box = i / Eighth<C>::kParts, sums = i % Eighth<C>::kParts;
-    leave_sums<2>(part, box, sums, [&](int row, int place) {
-      return part_place(part.shared, part.warp, row, place);
+    leave_sums<2>(warp_tile, box, sums, [&](int row, int place) {
+      return part_place(warp_tile.shared, warp_tile.warp, row, place);
     });
     ptx::barrier_sync(kComputing, kComputingThreads);
-    write_part(part.shared, writer, box, sums);
+    write_part(warp_tile.shared, writer, box, sums);
     ptx::barrier_sync(kComputing, kComputingThreads);  // the old contents have been read
   }
 }

@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 #include <cstdint>
 
-#include "../../ptx/prefetch.cuh"
+#include "../../ptx/global.cuh"
 #include "config.cuh"
 
 namespace flashsci::paged {

@@ -6,11 +6,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../core/coord.cuh"
 #include "../../core/mask.cuh"
 #include "../../core/score_mod.cuh"
 #include "../../core/smem_tile.cuh"
 #include "../../core/softmax.cuh"
-#include "../../core/tile_coord.cuh"
+#include "../../core/tile_rows.cuh"
 #include "../../core/varlen.cuh"
 #include "../../include/flashsci.h"
 

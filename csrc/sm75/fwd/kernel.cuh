@@ -22,7 +22,7 @@
 #include <type_traits>
 
 #include "../../core/bias_mask.cuh"
-#include "../../core/head_coord.cuh"
+#include "../../core/coord.cuh"
 #include "../../core/launch.cuh"
 #include "../../core/poison.cuh"
 #include "../../core/register_tile.cuh"

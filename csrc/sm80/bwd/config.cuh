@@ -6,10 +6,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../core/coord.cuh"
 #include "../../core/mask.cuh"
 #include "../../core/score_mod.cuh"
 #include "../../core/smem_tile.cuh"
-#include "../../core/tile_coord.cuh"
+#include "../../core/tile_rows.cuh"
 #include "../../core/varlen.cuh"
 #include "../../include/flashsci.h"
 

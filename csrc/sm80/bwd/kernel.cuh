@@ -18,7 +18,8 @@
 // Limits    Shared-memory reads, then HMMA issue: docs/develop/kernels/sm80_backward.md.
 #pragma once
 #include "../../core/poison.cuh"
-#include "../../ptx/redux.cuh"
+#include "../../ptx/cp_async.cuh"
+#include "../../ptx/reduce.cuh"
 #include "mainloop.cuh"
 #include "scheduler.cuh"
 

@@ -8,7 +8,9 @@
 
 #include "../../core/row_statistics.cuh"
 #include "../../ptx/cp_async.cuh"
-#include "../../ptx/red.cuh"
+#include "../../ptx/ldmatrix.cuh"
+#include "../../ptx/math.cuh"
+#include "../../ptx/reduce.cuh"
 #include "../../ptx/shared.cuh"
 #include "config.cuh"
 #include "epilogue.cuh"

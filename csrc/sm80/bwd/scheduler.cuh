@@ -1,7 +1,6 @@
 // The work of a CTA that owns keys. If the main loop has no register to spare for pointers, the
 // first warp finds it and keeps it in shared memory.
 #pragma once
-#include "../../ptx/redux.cuh"
 #include "../../ptx/shared.cuh"
 #include "config.cuh"
 

@@ -6,8 +6,8 @@
 #include <type_traits>
 
 #include "../../include/flashsci.h"
-#include "../fp32/bias_mask.cuh"
-#include "../fp32/stream.cuh"
+#include "../fp32_common/bias_mask.cuh"
+#include "../fp32_common/stream.cuh"
 
 namespace flashsci::sm80::bwd_fp32 {
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../../core/head_coord.cuh"
+#include "../../core/coord.cuh"
 #include "../../core/softmax.cuh"
 #include "../../include/flashsci.h"
 

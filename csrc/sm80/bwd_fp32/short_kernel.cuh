@@ -14,16 +14,19 @@
 
 #include <cstdint>
 
-#include "../../core/head_coord.cuh"
+#include "../../core/coord.cuh"
 #include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
 #include "../../core/softmax.cuh"
 #include "../../include/flashsci.h"
-#include "../../ptx/movmatrix.cuh"
-#include "../../ptx/prefetch.cuh"
-#include "../fp32/bias_mask.cuh"
-#include "../fp32/rows.cuh"
-#include "../fp32/warp_mma.cuh"
+#include "../../ptx/global.cuh"
+#include "../../ptx/ldmatrix.cuh"
+#include "../../ptx/math.cuh"
+#include "../../ptx/reduce.cuh"
+#include "../../ptx/shared.cuh"
+#include "../fp32_common/bias_mask.cuh"
+#include "../fp32_common/rows.cuh"
+#include "../fp32_common/warp_mma.cuh"
 #include "config.cuh"
 
 namespace flashsci::sm80::bwd_fp32 {

@@ -12,17 +12,17 @@
 
 #include <cstdint>
 
+#include "../../core/coord.cuh"
 #include "../../core/dbias_reduce.cuh"
-#include "../../core/head_coord.cuh"
 #include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
 #include "../../core/softmax.cuh"
 #include "../../include/flashsci.h"
 #include "../bwd_fp32/config.cuh"
-#include "../fp32/bias_mask.cuh"
-#include "../fp32/rows.cuh"
-#include "../fp32/stream.cuh"
-#include "../fp32/warp_mma.cuh"
+#include "../fp32_common/bias_mask.cuh"
+#include "../fp32_common/rows.cuh"
+#include "../fp32_common/stream.cuh"
+#include "../fp32_common/warp_mma.cuh"
 
 namespace flashsci::sm80::dbias_fp32 {
 

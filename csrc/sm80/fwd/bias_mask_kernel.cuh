@@ -23,7 +23,7 @@
 #include "../../core/softmax.cuh"
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/ldmatrix.cuh"
-#include "../../ptx/redux.cuh"
+#include "../../ptx/reduce.cuh"
 #include "../../ptx/shared.cuh"
 #include "bias_mask_load.cuh"
 #include "bias_mask_tile.cuh"

@@ -21,13 +21,14 @@
 
 #include <cstdint>
 
+#include "../../core/coord.cuh"
 #include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
 #include "../../core/smem_tile.cuh"
 #include "../../core/softmax.cuh"
 #include "../../core/varlen.cuh"
 #include "../../ptx/cp_async.cuh"
-#include "../../ptx/redux.cuh"
+#include "../../ptx/reduce.cuh"
 #include "../../ptx/shared.cuh"
 #include "config.cuh"
 #include "epilogue.cuh"
@@ -35,25 +36,6 @@
 #include "warp_mma.cuh"
 
 namespace flashsci::sm80::fwd {
-
-// The head and batch entry that a block works on.
-struct QueryTileCoord {
-  uint32_t batch_head, batch0, batch1, head;
-
-  __device__ __forceinline__ QueryTileCoord(uint32_t block, const FlashsciForwardParams& p,
-                                            const ForwardPlan& plan) {
-    batch_head = block / plan.tiles;
-    const uint32_t batch = batch_head / static_cast<uint32_t>(p.heads_q);
-    head = batch_head - batch * static_cast<uint32_t>(p.heads_q);
-    batch0 = batch / static_cast<uint32_t>(p.batch1);
-    batch1 = batch - batch0 * static_cast<uint32_t>(p.batch1);
-  }
-  // Elements from the start of a tensor, in 64 bits.
-  __device__ __forceinline__ int64_t offset(const FlashsciStrides& strides,
-                                            uint32_t of_head) const {
-    return batch0 * strides.batch0 + batch1 * strides.batch1 + of_head * strides.head;
-  }
-};
 
 // The state of a thread in the work on one query tile.
 template <class Op, class C, bool kVector>
@@ -64,7 +46,7 @@ struct QueryTile {
   SharedStorage<C>& shared;
   const FlashsciForwardParams& p;
   const ForwardPlan& plan;
-  const QueryTileCoord& place;
+  const HeadCoord& place;
   const TileOfSequence& work;
   const int tile_row = work.tile * C::kBlockQ;
   const uint16_t* q = static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
@@ -117,7 +99,7 @@ struct QueryTile {
     ptx::cp_async_commit();
   }
   // At the start of a tile, when K_n is complete.
-  __device__ __forceinline__ void load_beside_qk(int tile) const {
+  __device__ __forceinline__ void load_during_qk(int tile) const {
     if constexpr (C::kStages == 1) {
       load_v(tile, 0);
     } else if (tile > tiles.first) {
@@ -127,7 +109,7 @@ struct QueryTile {
     ptx::cp_async_commit();
   }
   // With one stage, between the products.
-  __device__ __forceinline__ void load_beside_pv(int tile) const {
+  __device__ __forceinline__ void load_during_pv(int tile) const {
     ptx::cp_async_wait<0>();
     __syncthreads();  // V_n is complete; no warp still reads K_n
     if (tile > tiles.first) load_k(tile - 1, 0);
@@ -153,7 +135,7 @@ struct QueryTile {
   __device__ __forceinline__ void write(const OutputRows<C>& rows) const {
     const int row = work.first_q + warp_row;
     // Recomputed rather than kept through the loop.
-    const QueryTileCoord home(opaque(blockIdx.x), p, plan);
+    const HeadCoord home(opaque(blockIdx.x), plan.tiles, p.heads_q, p.batch1);
     auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
                 row * p.out_strides.row;
     float* lse = p.lse + static_cast<int64_t>(home.batch_head) * p.seq_q + row;
@@ -169,7 +151,7 @@ struct QueryTile {
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
       ptx::cp_async_wait<0>();
       __syncthreads();  // K_n is complete; no warp reads V_n+1 (nor, with two stages, K_n+1)
-      load_beside_qk(tile);
+      load_during_qk(tile);
       const int first_key = tile * C::kBlockK;
       const bool active = keys.any_seen(first_key);
       float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
@@ -177,7 +159,7 @@ struct QueryTile {
         clear(s);
         multiply_qk<Op, C>(s, q_start, k_start);
       }
-      if constexpr (C::kStages == 1) load_beside_pv(tile);
+      if constexpr (C::kStages == 1) load_during_pv(tile);
       if (active) softmax_and_pv(rows, s, first_key);
       if constexpr (C::kStages == 2) next_stage();
     }
@@ -192,7 +174,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
-  const QueryTileCoord place(blockIdx.x, p, plan);
+  const HeadCoord place(blockIdx.x, plan.tiles, p.heads_q, p.batch1);
   const uint32_t slot = blockIdx.x - place.batch_head * plan.tiles;
   TileOfSequence work;
   if (p.cu_seqlens_q != nullptr) {

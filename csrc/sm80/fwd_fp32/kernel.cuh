@@ -16,18 +16,18 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../core/head_coord.cuh"
+#include "../../core/coord.cuh"
 #include "../../core/launch.cuh"
 #include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
 #include "../../core/softmax.cuh"
 #include "../../core/varlen.cuh"
 #include "../../include/flashsci.h"
-#include "../fp32/bias_mask.cuh"
-#include "../fp32/rows.cuh"
-#include "../fp32/stream.cuh"
-#include "../fp32/visible_tiles.cuh"
-#include "../fp32/warp_mma.cuh"
+#include "../fp32_common/bias_mask.cuh"
+#include "../fp32_common/rows.cuh"
+#include "../fp32_common/stream.cuh"
+#include "../fp32_common/visible_tiles.cuh"
+#include "../fp32_common/warp_mma.cuh"
 
 namespace flashsci::sm80::fwd_fp32 {
 

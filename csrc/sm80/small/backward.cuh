@@ -201,20 +201,20 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
   const Head place = kStaged ? first_head.next(warp) : first_head;
   float sums[S::kBlocks];
   if constexpr (kStaged) {
-    constexpr bool kAlike = kRoom > 0;
+    constexpr bool kSameStrides = kRoom > 0;
     // Whether products begin as soon as their operands arrive: for many rows, which are read from
     // shared memory during the products.
     constexpr bool kInParts = S::kBlocks == 4 && S::kUnits == 1;
     const Stage<P, S, kOfBackward, kRoom> stage(plan, first_head);
     auto at = stage.offsets(kK);
     stage.fetch(at, kK, p.k, p.seq_k);
-    stage.template fetch_next<kAlike>(at, kQ, p.q, p.seq_q);
+    stage.template fetch_next<kSameStrides>(at, kQ, p.q, p.seq_q);
     if constexpr (kInParts) ptx::cp_async_commit();
-    stage.template fetch_next<kAlike>(at, kV, p.v, p.seq_k);
+    stage.template fetch_next<kSameStrides>(at, kV, p.v, p.seq_k);
     at = stage.offsets(kDout);
     stage.fetch(at, kDout, p.dout, p.seq_q);
     if constexpr (kInParts) ptx::cp_async_commit();
-    stage.template fetch_next<kAlike>(at, kOut, p.out, p.seq_q);
+    stage.template fetch_next<kSameStrides>(at, kOut, p.out, p.seq_q);
     StagedStatistics<P, S> statistics(p, place, stage.statistics());
     ptx::cp_async_commit();
     if constexpr (!kInParts) stage.template wait<0>();
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
         },
         [&] {
           // Computed once for gradients with equal strides.
-          const int64_t shared = kAlike && !kStagesResults<P, S, kOfBackward>
+          const int64_t shared = kSameStrides && !kStagesResults<P, S, kOfBackward>
                                      ? place.offset(plan.of[kDv], place.head)
                                      : 0;
           return [&, shared](Matrix matrix, void* tensor, const LaneRows& rows, int columns) {
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
               return stage.rows_of(place_of(matrix), rows);
             } else {
               const Steps& steps = plan.of[matrix];
-              const int64_t offset = kAlike ? shared : place.offset(steps, place.head);
+              const int64_t offset = kSameStrides ? shared : place.offset(steps, place.head);
               return HeadRows<P, S>(tensor, offset, steps, rows, columns);
             }
           };
@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(P::backward_threads(S::kBlocks, S::kUnits, kSt
       __syncthreads();
       at = stage.offsets(kDv);
       stage.release(at, kDv, p.dv, p.seq_k);
-      stage.template release_next<kAlike>(at, kDk, p.dk, p.seq_k);
-      stage.template release_next<kAlike>(at, kDq, p.dq, p.seq_q);
+      stage.template release_next<kSameStrides>(at, kDk, p.dk, p.seq_k);
+      stage.template release_next<kSameStrides>(at, kDq, p.dq, p.seq_q);
     }
   } else {
     const auto head_rows = [&](Matrix matrix, const void* tensor, const LaneRows& rows,

@@ -57,12 +57,13 @@ struct HeadPlan {
   Divisor pieces;
   int pitch, matrix;
   bool plain;  // scores are products of rows times a positive scale, and all keys are visible
-  bool alike;  // equal strides of q, k and v, of dout and out, and of the gradients
+  bool same_strides;  // equal strides of q, k and v, of dout and out, and of the gradients
   Steps of[kMatrices];
 
   // size: bytes of an element; rows: of a tile; the others as the fields.
   template <class Params>
-  HeadPlan(const Params& p, int size, int rows, int pieces_, int pitch_, int matrix_, bool alike_)
+  HeadPlan(const Params& p, int size, int rows, int pieces_, int pitch_, int matrix_,
+           bool same_strides_)
       : count(static_cast<uint32_t>(p.batch0 * p.batch1 * p.heads_q)),
         heads(p.heads_q),
         batch1(static_cast<uint32_t>(p.batch1)),
@@ -70,7 +71,7 @@ struct HeadPlan {
         pieces(pieces_),
         pitch(pitch_),
         matrix(matrix_),
-        alike(alike_),
+        same_strides(same_strides_),
         plain(p.bias_mask.bias == nullptr && p.bias_mask.mask == nullptr && p.window_left < 0 &&
               p.window_right < 0 && p.seq_k == rows && p.scale > 0.f) {
     of[kQ] = Steps(p.q_strides, size);

@@ -79,16 +79,16 @@ __global__ void __launch_bounds__(P::forward_threads(S::kBlocks, S::kUnits).of_b
   };
   if constexpr (kStaged) {
     const Stage<P, S, kOfForward, kRoom> stage(plan, first_head);
-    const auto fetch = [&](auto alike) {
-      constexpr bool kAlike = decltype(alike)::value;
+    const auto fetch = [&](auto same_strides) {
+      constexpr bool kSameStrides = decltype(same_strides)::value;
       auto at = stage.offsets(kQ);
       stage.fetch(at, kQ, p.q, p.seq_q);
-      stage.template fetch_next<kAlike>(at, kK, p.k, p.seq_k);
+      stage.template fetch_next<kSameStrides>(at, kK, p.k, p.seq_k);
       ptx::cp_async_commit();
-      stage.template fetch_next<kAlike>(at, kV, p.v, p.seq_k);
+      stage.template fetch_next<kSameStrides>(at, kV, p.v, p.seq_k);
       ptx::cp_async_commit();
     };
-    if (stage.kOwn || kRoom > 0 || plan.alike)
+    if (stage.kOwn || kRoom > 0 || plan.same_strides)
       fetch(std::true_type{});
     else
       fetch(std::false_type{});

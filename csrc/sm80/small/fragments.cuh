@@ -9,9 +9,9 @@
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/ld_row.cuh"
-#include "../../ptx/mma_tf32.cuh"
-#include "../../ptx/movmatrix.cuh"
+#include "../../ptx/global.cuh"
+#include "../../ptx/ldmatrix.cuh"
+#include "../../ptx/mma.cuh"
 #include "config.cuh"
 
 namespace flashsci::sm80::small {

@@ -97,9 +97,9 @@ bool by_pieces(const Params& p) {
   return all;
 }
 
-// The value of HeadPlan::alike.
+// The value of HeadPlan::same_strides.
 template <class Params>
-bool are_alike(const Params& p) {
+bool have_same_strides(const Params& p) {
   const auto same = [](const FlashsciStrides& x, const FlashsciStrides& y) {
     return x.batch0 == y.batch0 && x.batch1 == y.batch1 && x.head == y.head && x.row == y.row;
   };
@@ -115,13 +115,13 @@ bool are_alike(const Params& p) {
 // and of kernels with rows in shared memory.
 template <class P, class Params, class Act>
 auto with_launch(const Params& p, int warps, int staged_warps, Act&& act) {
-  const bool alike = are_alike(p);
+  const bool same_strides = have_same_strides(p);
   return with_shape(p, [&](auto shape) {
     using S = decltype(shape);
     const auto go = [&](auto staged, auto room, int of_block, int pieces, int pitch, int matrix,
                         int bytes) {
       const HeadPlan plan(p, sizeof(typename P::Element), S::kBlocks * 8, pieces, pitch, matrix,
-                          alike);
+                          same_strides);
       return act(shape, staged, room, (int64_t{plan.count} + of_block - 1) / of_block,
                  of_block * 32, bytes, plan);
     };
@@ -141,7 +141,7 @@ auto with_launch(const Params& p, int warps, int staged_warps, Act&& act) {
       const bool wanted = kRowBytes<P, S> == 128 || p.q_strides.head < p.q_strides.row;
       if (wanted && staged_warps > 1 && p.heads_q == p.heads_k && by_pieces<P>(p)) {
         if constexpr (kRoomIsFixed<P, S, kOperands<Params>>)
-          if (alike)
+          if (same_strides)
             return staged_warps <= kFewHeads ? go_staged(std::integral_constant<int, kFewHeads>{})
                                              : go_staged(std::integral_constant<int, kMostWarps>{});
         return go_staged(std::integral_constant<int, 0>{});

@@ -7,7 +7,8 @@
 // whole lines: a warp copies its own, and waits for no other.
 #pragma once
 #include "../../core/poison.cuh"
-#include "../../ptx/cp_async_if.cuh"
+#include "../../ptx/cp_async.cuh"
+#include "../../ptx/shared.cuh"
 #include "fragments.cuh"
 
 namespace flashsci::sm80::small {
@@ -155,12 +156,12 @@ struct Stage {
         ptx::cp_async_16_if(is_there, to, from);
     });
   }
-  // The same for the next matrix. kAlike: plan.alike; as an `if` of this function it would cost
-  // what it saves, since the compiler computes both and selects.
-  template <bool kAlike>
+  // The same for the next matrix. kSameStrides: plan.same_strides; as an `if` of this
+  // function it would cost what it saves, since the compiler computes both and selects.
+  template <bool kSameStrides>
   __device__ __forceinline__ void fetch_next(Offsets& at, Matrix matrix, const void* tensor,
                                              int rows) const {
-    if constexpr (kOwn || !kAlike) at = offsets(matrix);
+    if constexpr (kOwn || !kSameStrides) at = offsets(matrix);
     fetch(at, matrix, tensor, rows);
   }
   // Copies a result of all heads to memory.
@@ -173,10 +174,10 @@ struct Stage {
             *reinterpret_cast<const uint4*>(data + place);
     });
   }
-  template <bool kAlike>
+  template <bool kSameStrides>
   __device__ __forceinline__ void release_next(Offsets& at, Matrix result, void* tensor,
                                                int rows) const {
-    if constexpr (!kAlike) at = offsets(result);
+    if constexpr (!kSameStrides) at = offsets(result);
     release(at, result, tensor, rows);
   }
   // Waits for this warp's head, except for the data of each thread's last kPending groups.

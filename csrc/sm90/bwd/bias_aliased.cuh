@@ -22,6 +22,7 @@
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
+#include "../../ptx/warpgroup.cuh"
 #include "bias_staged.cuh"
 #include "config.cuh"
 

@@ -7,10 +7,8 @@
 #include "../../core/mask.cuh"
 #include "../../core/varlen.cuh"
 #include "../../include/flashsci.h"
-#include "../../ptx/cp_async.cuh"
+#include "../../ptx/fence.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/redux.cuh"
-#include "../../ptx/semaphore.cuh"
 #include "../../ptx/shared.cuh"
 #include "../tma_box.cuh"
 #include "../tma_map.h"
@@ -49,9 +47,9 @@ struct BackwardTiling {
   static constexpr int kBiasMaskStages = kBiasStaged && !kNarrow ? 1 : kDsStages;
   // Shared memory holds the mask in addition to the fp32 bias of a block only for narrow heads.
   static constexpr int kBiasBytes = kBlockQ * kBlockK * 4, kMaskBytes = kBlockQ * kBlockK;
-  static constexpr bool kMaskBeside = kNarrow;
-  static constexpr int kMaskAt = kMaskBeside ? kBiasBytes : 0;
-  static constexpr int kStagedBytes = kBiasBytes + (kMaskBeside ? kMaskBytes : 0);
+  static constexpr bool kMaskSeparate = kNarrow;
+  static constexpr int kMaskAt = kMaskSeparate ? kBiasBytes : 0;
+  static constexpr int kStagedBytes = kBiasBytes + (kMaskSeparate ? kMaskBytes : 0);
   using QBox = Box<kBlockQ>;  // Q and dO
   using KBox = Box<kBlockK>;
   using StoreBox = Box<64>;                   // dK and dV

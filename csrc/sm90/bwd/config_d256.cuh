@@ -2,11 +2,6 @@
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/bulk.cuh"
-#include "../../ptx/mbarrier.cuh"
-#include "../../ptx/semaphore.cuh"
-#include "../../ptx/tma.cuh"
-#include "../../ptx/warpgroup.cuh"
 #include "config.cuh"
 
 namespace flashsci::sm90::bwd {

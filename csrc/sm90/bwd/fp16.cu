@@ -1,6 +1,6 @@
 // fp16 instances of the sm90 backward, all head dimensions.
 #include "../../core/dtype_f16.cuh"
-#include "../../ptx/wgmma_f16.cuh"
+#include "../../ptx/wgmma.cuh"
 #include "launch.cuh"
 
 #if defined(__CUDA_BF16_H__) || defined(BFLOAT16)

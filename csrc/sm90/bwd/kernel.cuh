@@ -22,7 +22,7 @@
 
 #include "../../core/poison.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/tma.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "bias_aliased.cuh"
 #include "config.cuh"

@@ -9,7 +9,7 @@
 #include "../../core/launch.cuh"
 #include "../../core/softmax.cuh"
 #include "../../include/flashsci.h"
-#include "../launch_beside.cuh"
+#include "../launch_dependent.cuh"
 #include "../tma_map.h"
 #include "../triangle_bwd/launch.cuh"
 #include "bias_aliased.cuh"
@@ -142,10 +142,10 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   error =
       start<backward_preprocess_kernel<Op, Rows, kVarlen>>(row_blocks, kRowThreads, 0, stream, a);
   if (error == cudaSuccess)
-    error = launch_beside<kernel>(ctas, C::kThreads, kSharedBytes, stream, a);
+    error = launch_dependent<kernel>(ctas, C::kThreads, kSharedBytes, stream, a);
   if (error != cudaSuccess || p.dq == nullptr) return error;
-  return launch_beside<backward_postprocess_kernel<Op, Rows, kVarlen>>(row_blocks, kRowThreads, 0,
-                                                                       stream, a);
+  return launch_dependent<backward_postprocess_kernel<Op, Rows, kVarlen>>(row_blocks, kRowThreads,
+                                                                          0, stream, a);
 }
 
 // The tile shapes, by padded head dims of q and k, and of v; reasons:

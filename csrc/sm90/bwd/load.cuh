@@ -7,7 +7,7 @@
 #include "../../core/smem_tile.cuh"
 #include "../../ptx/bulk.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/semaphore.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "config.cuh"

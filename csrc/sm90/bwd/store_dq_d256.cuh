@@ -3,9 +3,9 @@
 #include <cstdint>
 
 #include "../../ptx/bulk.cuh"
+#include "../../ptx/fence.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/semaphore.cuh"
-#include "../../ptx/tma.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "config.cuh"
 #include "config_d256.cuh"

@@ -18,9 +18,10 @@
 #include <cstdint>
 
 #include "../../core/poison.cuh"
-#include "../../ptx/cp_async.cuh"
+#include "../../ptx/fence.cuh"
+#include "../../ptx/math.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/redux.cuh"
+#include "../../ptx/reduce.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"

@@ -6,7 +6,7 @@
 
 #include "../../core/launch.cuh"
 #include "../fwd/config.cuh"
-#include "../launch_beside.cuh"
+#include "../launch_dependent.cuh"
 #include "../tma_map.h"
 #include "combine.cuh"
 #include "config.cuh"
@@ -104,11 +104,11 @@ cudaError_t launch_decode(const fwd::ForwardArgs& from, cudaStream_t stream) {
   error = allow_shared<kernel>(kSharedBytes, p.device);
   if (error != cudaSuccess) return error;
   const int total = a.plan.sequences * a.plan.blocks;
-  error = launch_beside<kernel>((total + a.plan.run - 1) / a.plan.run, C::kThreads, kSharedBytes,
-                                stream, a);
+  error = launch_dependent<kernel>((total + a.plan.run - 1) / a.plan.run, C::kThreads, kSharedBytes,
+                                   stream, a);
   if (error != cudaSuccess || a.plan.segments == 1) return error;
   const int64_t rows = int64_t{a.plan.sequences} * a.plan.rows;
-  return launch_beside<decode_combine<Op, kHeadDim>>((rows + 3) / 4, 128, 0, stream, a);
+  return launch_dependent<decode_combine<Op, kHeadDim>>((rows + 3) / 4, 128, 0, stream, a);
 }
 
 }  // namespace flashsci::sm90::decode

@@ -46,7 +46,7 @@ struct Tiling {
 // A tile's record, which the scheduler publishes.
 struct TileInfo : fwd::TileInfo {
   int sequence;                // packed: its index
-  int first_block, end_block;  // upper bounds for the keys' blocks; of a piece: pieces.cuh
+  int first_block, end_block;  // upper bounds for the keys' blocks; of a piece: split_tail.cuh
   int piece_of;                // index of its tile among those that are cut, or -1
 };
 // A slot is reused when the Q of the tile two before has been released; by then the consumers may
@@ -69,15 +69,15 @@ struct Storage {
   TileInfo tile_info[kTileSlots];
 };
 
-// The tiles after those of the schedule, cut into a piece for each CTA: pieces.cuh.
-struct Pieces {
+// The tiles after those of the schedule, cut into a piece for each CTA: split_tail.cuh.
+struct SplitTail {
   uint32_t tiles, blocks;  // blocks of keys of each tile
   uint32_t* arrived;       // [tile][warp of the consumers]
   float4* sums;            // [CTA][2][warp of the consumers][kPieceWords][lane]
 };
 
 struct Args : fwd::ForwardArgs {
-  Pieces pieces;
+  SplitTail tail;
   FlashsciScales q_scale, k_scale, v_scale;
   int out_is_fp16;
   float inverse_softcap;  // a division in the kernel would be a call

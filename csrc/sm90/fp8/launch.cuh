@@ -21,7 +21,7 @@ inline constexpr int64_t kPieceBlocks = 8;
 // The last tiles of a call that are cut into pieces: those of an incomplete wave, if all rows see
 // all keys, each CTA gets at least one block, and the cut pays.
 template <class C>
-Pieces pieces_of(const FlashsciForwardParams& p, int64_t processors) {
+SplitTail split_tail_of(const FlashsciForwardParams& p, int64_t processors) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * num_tiles(p.seq_q, C::kBlockQ, 0, false);
   const int64_t blocks = (int64_t{p.seq_k} + C::kBlockK - 1) / C::kBlockK;
   const int64_t rest = tiles % processors;
@@ -32,15 +32,15 @@ Pieces pieces_of(const FlashsciForwardParams& p, int64_t processors) {
   return {static_cast<uint32_t>(rest), static_cast<uint32_t>(blocks)};
 }
 
-// Bytes of the workspace parts for pieces.
+// Bytes of the workspace parts for the pieces of the tail.
 template <class C>
-struct PieceParts {
+struct SplitTailParts {
   int64_t arrived, sums;
-  PieceParts(const Pieces& pieces, int64_t processors)
-      : arrived((pieces.tiles * C::kConsumers * 4 * int64_t{sizeof(uint32_t)} + 255) / 256 * 256),
-        sums(pieces.tiles == 0 ? 0
-                               : processors * 2 * C::kConsumers * 4 * kPieceWords<C> * 32 *
-                                     static_cast<int64_t>(sizeof(float4))) {}
+  SplitTailParts(const SplitTail& tail, int64_t processors)
+      : arrived((tail.tiles * C::kConsumers * 4 * int64_t{sizeof(uint32_t)} + 255) / 256 * 256),
+        sums(tail.tiles == 0 ? 0
+                             : processors * 2 * C::kConsumers * 4 * kPieceWords<C> * 32 *
+                                   static_cast<int64_t>(sizeof(float4))) {}
 };
 
 template <class C>
@@ -76,19 +76,19 @@ cudaError_t launch_tiling(Args& a, cudaStream_t stream) {
   cudaError_t error = fwd::plan_schedule<C, kVarlen>(a.schedule, a.p, processors, 1);
   if (error == cudaSuccess) error = encode_maps<C>(a);
   if (error != cudaSuccess) return error;
-  if (!kVarlen && a.p.workspace != nullptr) a.pieces = pieces_of<C>(a.p, processors);
-  if (a.pieces.tiles != 0) {
-    const PieceParts<C> parts(a.pieces, processors);
+  if (!kVarlen && a.p.workspace != nullptr) a.tail = split_tail_of<C>(a.p, processors);
+  if (a.tail.tiles != 0) {
+    const SplitTailParts<C> parts(a.tail, processors);
     auto* workspace = static_cast<unsigned char*>(a.p.workspace);
-    a.pieces.arrived = reinterpret_cast<uint32_t*>(workspace);
-    a.pieces.sums = reinterpret_cast<float4*>(workspace + parts.arrived);
-    a.schedule.items -= a.pieces.tiles;
+    a.tail.arrived = reinterpret_cast<uint32_t*>(workspace);
+    a.tail.sums = reinterpret_cast<float4*>(workspace + parts.arrived);
+    a.schedule.items -= a.tail.tiles;
     error = clear_memory(workspace, parts.arrived, stream);
     if (error != cudaSuccess) return error;
   }
   constexpr auto kernel = fp8_forward_kernel<C, kVarlen>;
   return fwd::launch_scheduled<kernel, C, kVarlen>(a, kSharedBytes, processors, stream,
-                                                   a.pieces.tiles != 0 ? processors : 0);
+                                                   a.tail.tiles != 0 ? processors : 0);
 }
 
 // The tile shapes, by padded head dims of q and k, and of v; reasons:
@@ -108,10 +108,10 @@ using Tiles256 = Tiling<256, 256, 64, 2, 2>;
 template <class C>
 double rows_of_cta(const FlashsciForwardParams& p, int64_t processors) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * num_tiles(p.seq_q, C::kBlockQ, 0, false);
-  const Pieces pieces = pieces_of<C>(p, processors);
-  const double waves = pieces.tiles != 0 ? static_cast<double>(tiles) / processors +
-                                               static_cast<double>(kPieceBlocks) / pieces.blocks
-                                         : (tiles + processors - 1) / processors;
+  const SplitTail tail = split_tail_of<C>(p, processors);
+  const double waves = tail.tiles != 0 ? static_cast<double>(tiles) / processors +
+                                             static_cast<double>(kPieceBlocks) / tail.blocks
+                                       : (tiles + processors - 1) / processors;
   return waves * C::kBlockQ;
 }
 
@@ -145,7 +145,7 @@ inline int64_t forward_workspace(const FlashsciFp8ForwardParams& params) {
   return with_tiles(params, [&](auto tiles) {
     using C = decltype(tiles);
     const int processors = processors_of(p.device);
-    const PieceParts<C> parts(pieces_of<C>(p, processors), processors);
+    const SplitTailParts<C> parts(split_tail_of<C>(p, processors), processors);
     return parts.arrived + parts.sums;
   });
 }

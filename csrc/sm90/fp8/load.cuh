@@ -4,11 +4,11 @@
 
 #include "../../core/poison.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/tma.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../fwd/load.cuh"
 #include "config.cuh"
-#include "pieces.cuh"
+#include "split_tail.cuh"
 
 namespace flashsci::sm90::fp8 {
 
@@ -70,14 +70,14 @@ __device__ __forceinline__ void schedule_tiles(Storage<C>& shared, const Args& a
       ptx::mbarrier_sleep(ptx::shared_address(&shared.q_empty[tiles % C::kQStages][w]),
                           (tiles / C::kQStages & 1) ^ 1);
   };
-  Run run(a.pieces);
+  Run run(a.tail);
   for (uint32_t item = fwd::first_item(a.schedule);;
        item = fwd::next_item(a.schedule, item, taken)) {
     bool more = item < a.schedule.items;
     uint32_t index = item;
     int first_block = 0, end_block = INT32_MAX, piece_of = -1;
     if (!kVarlen && !more && !run.done()) {
-      piece_of = run.take(a.pieces, first_block, end_block);
+      piece_of = run.take(a.tail, first_block, end_block);
       index = a.schedule.items + piece_of, more = true;
     }
     WorkTile work{};

@@ -11,15 +11,16 @@
 #include "../../core/dtype_bf16.cuh"
 #include "../../core/dtype_f16.cuh"
 #include "../../core/softmax.cuh"
+#include "../../ptx/bulk.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/qgmma.cuh"
-#include "../../ptx/redux.cuh"
+#include "../../ptx/reduce.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "../fwd/epilogue.cuh"
 #include "config.cuh"
-#include "pieces.cuh"
 #include "softmax.cuh"
+#include "split_tail.cuh"
 
 namespace flashsci::sm90::fp8 {
 
@@ -266,7 +267,7 @@ struct Consumer {
   __device__ __forceinline__ bool gathered(const TileInfo& tile) {
     const int piece_of = ptx::redux_max(tile.piece_of);
     return piece_of < 0 ||
-           gather<C>(o, rows, a.pieces, piece_of, tile.first_block == 0, warp_row / 16);
+           gather<C>(o, rows, a.tail, piece_of, tile.first_block == 0, warp_row / 16);
   }
   __device__ __forceinline__ void write(const TileInfo& tile) {
     const int seq_q = kVarlen ? tile.seq_q : a.p.seq_q;

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "../../core/softmax.cuh"
-#include "../../ptx/cvt_e4m3.cuh"
+#include "../../ptx/convert.cuh"
 #include "../../ptx/math.cuh"
 #include "../fwd/softmax.cuh"
 

@@ -18,11 +18,10 @@
 #include <cstdint>
 
 #include "../../core/poison.cuh"
+#include "../../ptx/fence.cuh"
 #include "../../ptx/ldmatrix.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
-#include "../../ptx/stmatrix.cuh"
-#include "../../ptx/tma.cuh"
 #include "load.cuh"
 
 namespace flashsci::sm90::fp8 {

@@ -1,6 +1,6 @@
 // bf16 instances of the sm90 forward, all head dimensions.
 #include "../../core/dtype_bf16.cuh"
-#include "../../ptx/wgmma_bf16.cuh"
+#include "../../ptx/wgmma.cuh"
 #include "launch.cuh"
 
 namespace {

@@ -7,7 +7,6 @@
 #include "../../core/mask.cuh"
 #include "../../core/score_mod.cuh"
 #include "../../include/flashsci.h"
-#include "../../ptx/cp_async.cuh"
 #include "../tma_box.cuh"
 #include "../tma_map.h"
 #include "scheduler.cuh"

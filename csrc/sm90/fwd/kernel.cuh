@@ -21,6 +21,7 @@
 
 #include "../../core/poison.cuh"
 #include "../../ptx/mbarrier.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "config.cuh"

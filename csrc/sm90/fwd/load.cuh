@@ -3,8 +3,8 @@
 #include <cstdint>
 
 #include "../../core/poison.cuh"
-#include "../../ptx/cp_async.cuh"
 #include "../../ptx/mbarrier.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "config.cuh"

@@ -6,9 +6,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../ptx/cp_async.cuh"
+#include "../../ptx/bulk.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/redux.cuh"
+#include "../../ptx/reduce.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "bias_mask.cuh"
@@ -295,7 +296,7 @@ struct Consumer {
     float sum[2] = {part[0] + part[1], part[2] + part[3]};
     pack(s);
     if (__any_sync(0xffffffffu, sum[0] > kOverflow || sum[1] > kOverflow)) {
-      if (__any_sync(0xffffffffu, sum[0] > kHopeless || sum[1] > kHopeless)) {
+      if (__any_sync(0xffffffffu, sum[0] > kRecomputeAbove || sum[1] > kRecomputeAbove)) {
         const int row = work.info.row + row_in_tile, key = work.block * kBlockK;
         // Not unrolled if it is long.
         recompute_scores<Op, C::kHasBiasMask ? 1 : kBlockK / 8>(

@@ -13,7 +13,6 @@
 
 #include "../../core/varlen.cuh"
 #include "../../include/flashsci.h"
-#include "../../ptx/redux.cuh"
 
 namespace flashsci::sm90::fwd {
 

@@ -35,6 +35,6 @@ __device__ __forceinline__ void mask_scores(float (&s)[kCount], const Window& wi
 inline constexpr float kOverflow = 32768.f;
 // The limit from which P is computed again: it has overflowed, or its offset is so large that it
 // cannot follow by small steps.
-inline constexpr float kHopeless = 1 << 26;
+inline constexpr float kRecomputeAbove = 1 << 26;
 
 }  // namespace flashsci::sm90::fwd

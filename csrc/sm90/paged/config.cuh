@@ -4,7 +4,7 @@
 
 #include "../../core/paged/config.cuh"
 #include "../../core/paged/format.cuh"
-#include "../../ptx/cvt_f16_fp8.cuh"
+#include "../../ptx/convert.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/warpgroup.cuh"

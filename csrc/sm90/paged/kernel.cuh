@@ -22,7 +22,7 @@
 #include <cstdint>
 
 #include "../../core/paged/compute.cuh"
-#include "../../core/paged/queries.cuh"
+#include "../../core/paged/load_q.cuh"
 #include "../../core/poison.cuh"
 #include "load.cuh"
 

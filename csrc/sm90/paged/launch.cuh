@@ -9,7 +9,7 @@
 #include "../../core/paged/combine.cuh"
 #include "../../core/paged/host.cuh"
 #include "../../core/paged/plan.cuh"
-#include "../launch_beside.cuh"
+#include "../launch_dependent.cuh"
 #include "../tma_map.h"
 #include "config.cuh"
 #include "kernel.cuh"
@@ -69,10 +69,10 @@ struct Generation {
       error = start<plan>(1, kPlanThreads, 0, stream, a.p, a.plan, a.group);
       if (error != cudaSuccess) return error;
     }
-    error = launch_beside<kernel>(a.plan.ctas, kThreads, kSharedBytes, stream, a);
+    error = launch_dependent<kernel>(a.plan.ctas, kThreads, kSharedBytes, stream, a);
     if (error != cudaSuccess) return error;
-    return launch_beside<combine_kernel<Op, C>>(combining_ctas(a), kCombiningWarps * 32, 0, stream,
-                                                static_cast<const Args&>(a));
+    return launch_dependent<combine_kernel<Op, C>>(combining_ctas(a), kCombiningWarps * 32, 0,
+                                                   stream, static_cast<const Args&>(a));
   }
 };
 

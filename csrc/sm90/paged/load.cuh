@@ -8,7 +8,7 @@
 #include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
 #include "config.cuh"
-#include "pace.cuh"
+#include "lockstep.cuh"
 
 namespace flashsci::sm90::paged {
 
@@ -60,20 +60,20 @@ template <class C, Role kRole>
 __device__ __forceinline__ void load(Storage<C>& shared, const MappedArgs& a, const Runs& runs,
                                      Cursor cursor) {
   constexpr bool kKeys = kRole == kLoadsKeys;
-  Pace pace(runs);
+  Lockstep lockstep(runs);
   const Copy<C> copy(a);
   Pages<C, Copy<C>> pages(a, copy, shared.pages[!kKeys], cursor);
   auto& full = kKeys ? shared.k_full : shared.v_full;
   auto& empty = kKeys ? shared.k_empty : shared.v_empty;
 #pragma unroll 1
   for (Turn turn; !cursor.done(); turn.next(a.stages), cursor.next_block()) {
-    if constexpr (kKeys) pace.keep(pages.taken);  // values follow keys
+    if constexpr (kKeys) lockstep.keep(pages.taken);  // values follow keys
     auto& block = shared.blocks[turn.stage];
     load_block<C>(kKeys ? block.k : block.v, full[turn.stage], empty[turn.stage], turn.parity ^ 1,
                   kKeys ? a.k : a.v, copy, cursor, pages.take());
     pages.ask();
   }
-  if constexpr (kKeys) pace.end(pages.taken);
+  if constexpr (kKeys) lockstep.end(pages.taken);
 }
 
 }  // namespace flashsci::sm90::paged

@@ -15,7 +15,12 @@
 #include <cstddef>
 
 #include "../../ptx/bulk.cuh"
-#include "../../ptx/proxy.cuh"
+#include "../../ptx/cluster.cuh"
+#include "../../ptx/fence.cuh"
+#include "../../ptx/math.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/shared.cuh"
+#include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "combine.cuh"
 #include "pipeline.cuh"

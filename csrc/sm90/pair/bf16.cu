@@ -1,6 +1,6 @@
 // bf16 instances of attention with a bias whose heads are neighbours in memory.
 #include "../../core/dtype_bf16.cuh"
-#include "../../ptx/mma_bf16_k8.cuh"
+#include "../../ptx/mma.cuh"
 #include "half/launch.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900

@@ -47,9 +47,9 @@ inline int cluster_size(int64_t clusters, int rows, int device) {
   return size;
 }
 
-// Launches clusters for `rows` in all. beside: whether to start before the preceding kernel ends.
+// Launches clusters for `rows` in all. dependent: whether to start before the preceding kernel ends.
 template <auto kKernel, class... Arguments>
-cudaError_t launch_clusters(int64_t clusters, int rows, int threads, int shared, bool beside,
+cudaError_t launch_clusters(int64_t clusters, int rows, int threads, int shared, bool dependent,
                             int device, cudaStream_t stream, const Arguments&... arguments) {
   const int size = cluster_size(clusters, rows, device);
   if (clusters == 0) return cudaSuccess;
@@ -68,7 +68,7 @@ cudaError_t launch_clusters(int64_t clusters, int rows, int threads, int shared,
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = beside ? 2 : 1;
+  config.numAttrs = dependent ? 2 : 1;
   return launch_configured<kKernel>(config, arguments...);
 }
 

@@ -5,6 +5,8 @@
 
 #include "../../core/softmax.cuh"
 #include "../../ptx/cluster.cuh"
+#include "../../ptx/math.cuh"
+#include "../../ptx/shared.cuh"
 #include "load.cuh"
 
 namespace flashsci::sm90::pair {

@@ -1,6 +1,6 @@
 // fp16 instances of attention with a bias whose heads are neighbours in memory.
 #include "../../core/dtype_f16.cuh"
-#include "../../ptx/mma_f16_k8.cuh"
+#include "../../ptx/mma.cuh"
 #include "half/launch.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "../../core/poison.cuh"
-#include "../../ptx/cp_async.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"

@@ -1,5 +1,8 @@
 // The blocks that a CTA goes through, one after the other, while later ones are copied.
 #pragma once
+#include "../../ptx/bulk.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/shared.cuh"
 #include "load.cuh"
 
 namespace flashsci::sm90::pair {

@@ -7,7 +7,7 @@
 #pragma once
 #include <cstdint>
 
-#include "../../ptx/mma_tf32.cuh"
+#include "../../ptx/mma.cuh"
 #include "../../ptx/shared.cuh"
 #include "config.cuh"
 

@@ -19,6 +19,7 @@
 
 #include "../../core/poison.cuh"
 #include "../../ptx/mbarrier.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "config.cuh"
 #include "load.cuh"

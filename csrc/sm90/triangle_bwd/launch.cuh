@@ -8,7 +8,7 @@
 #include "../../core/launch.cuh"
 #include "../../core/softmax.cuh"
 #include "../../include/flashsci.h"
-#include "../launch_beside.cuh"
+#include "../launch_dependent.cuh"
 #include "../tma_map.h"
 #include "config.cuh"
 #include "kernel.cuh"
@@ -124,14 +124,14 @@ cudaError_t launch_kernels(const TriangleArgs& a, cudaStream_t stream) {
   const uint32_t row_blocks = a.heads * a.q_blocks / kRowBlocks;
   error = start<triangle_preprocess_kernel<Op>>(row_blocks, kRowThreads, 0, stream, a);
   if (error == cudaSuccess)
-    error =
-        launch_beside<kernel>(a.groups * a.panels * a.k_blocks, kThreads, kSharedBytes, stream, a);
+    error = launch_dependent<kernel>(a.groups * a.panels * a.k_blocks, kThreads, kSharedBytes,
+                                     stream, a);
   if (error != cudaSuccess) return error;
   const int64_t elements = int64_t{a.owners} * p.seq_q * p.seq_k;
   const int64_t blocks = row_pairs(a.heads, a.q_blocks) +
                          (a.panels > 1 ? 2 * row_pairs(a.heads, a.k_blocks) : 0) +
                          (elements + kRowThreads - 1) / kRowThreads;
-  return launch_beside<triangle_postprocess_kernel<Op>>(blocks, kRowThreads, 0, stream, a);
+  return launch_dependent<triangle_postprocess_kernel<Op>>(blocks, kRowThreads, 0, stream, a);
 }
 
 // cudaErrorNotSupported: another kernel must serve this call; nothing was launched.

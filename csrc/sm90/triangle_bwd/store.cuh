@@ -6,9 +6,8 @@
 
 #include "../../core/poison.cuh"
 #include "../../ptx/bulk.cuh"
-#include "../../ptx/bulk_store.cuh"
-#include "../../ptx/mbarrier.cuh"
-#include "../../ptx/semaphore.cuh"
+#include "../../ptx/fence.cuh"
+#include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "config.cuh"

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "../../include/flashsci.h"
-#include "../../ptx/cp_async.cuh"
 #include "../tma_box.cuh"
 #include "../tma_map.h"
 

@@ -7,7 +7,7 @@
 #include "../../core/launch.cuh"
 #include "../../core/softmax.cuh"
 #include "../../include/flashsci.h"
-#include "../launch_beside.cuh"
+#include "../launch_dependent.cuh"
 #include "../tma_map.h"
 #include "config.cuh"
 #include "copy_bias.cuh"
@@ -144,7 +144,7 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
                               : launch_copy<C::kBiasBytes, C::kBiasBytes>(p, copy, blocks, stream);
     if (error != cudaSuccess) return error;
   }
-  return launch_beside<kernel>(grid, C::kThreads, kSharedBytes, stream, a);
+  return launch_dependent<kernel>(grid, C::kThreads, kSharedBytes, stream, a);
 }
 
 // cudaErrorNotSupported: another kernel must serve this call; nothing was launched.

@@ -4,11 +4,13 @@
 #include <cstdint>
 
 #include "../../core/poison.cuh"
+#include "../../ptx/bulk.cuh"
+#include "../../ptx/fence.cuh"
 #include "../../ptx/ldmatrix.cuh"
+#include "../../ptx/math.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/redux.cuh"
+#include "../../ptx/reduce.cuh"
 #include "../../ptx/shared.cuh"
-#include "../../ptx/stmatrix.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../../ptx/wgmma.cuh"

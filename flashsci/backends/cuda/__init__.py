@@ -1,6 +1,6 @@
 """The CUDA backend: it maps the contract onto the ops of the library flashsci/_C.so.
 
-The library (library.py) picks the newest generation of kernels that serves a call (served.py, layouts.py). SM75, SM80
+The library (library.py) picks the newest generation of kernels that serves a call (served.py, decisions.py). SM75, SM80
 and SM90 are the same backend restricted to one generation, and OWN is restricted to its own gradients, for tests and
 comparisons: ``use_backend("cuda:sm75")``. prepared.py makes repeated calls without torch's dispatcher.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flashsci.backends.cuda import layouts, library, prepared
-from flashsci.backends.cuda.layouts import hopper_takes
+from flashsci.backends.cuda import decisions, layouts, library, prepared
+from flashsci.backends.cuda.decisions import hopper_takes
 from flashsci.backends.cuda.library import build_info, library_path, stale, unavailable
 from flashsci.backends.cuda.served import WEIGHTED, backward_kernels, older_backward, rejects
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
@@ -91,7 +91,7 @@ def _require_served(tensors: Tensors, scalars: Scalars) -> None:
 def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
     """Whether a call has a feature that no kernel of the library has."""
     packed_bias = tensors.cu_seqlens_q is not None and tensors.bias is not None
-    weighted = tensors.key_weight is not None and not layouts.takes_weights(tensors, scalars)
+    weighted = tensors.key_weight is not None and not decisions.takes_weights(tensors, scalars)
     others = scalars.dropout_p or tensors.alibi_slopes is not None
     return bool(others) or weighted or packed_bias
 

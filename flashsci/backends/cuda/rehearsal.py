@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from flashsci.backends.cuda import layouts, library
+from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
 from flashsci.call.ops import Saved, Scalars, Tensors
+from flashsci.call.paged_ops import PagedScalars, PagedTensors
 
 
 class Device(NamedTuple):
@@ -77,6 +79,20 @@ def backward_kernels(
     )  # fmt: skip
 
 
+def paged_kernels(
+    tensors: PagedTensors, out: Tensor, scalars: PagedScalars, device: Device, generation: int = 0
+) -> Kernels | None:
+    """The kernels of a paged call; as :func:`forward_kernels`."""
+    return _asked("cuda_paged_attention_kernels", *tensors, out, *scalars, generation, *device)
+
+
+def fp8_kernels(tensors: FP8Tensors, scalars: FP8Scalars, device: Device) -> Kernels | None:
+    """The kernels of a call on 8-bit floats; as :func:`forward_kernels`."""
+    *options, out_dtype, _ = scalars
+    is_fp16 = out_dtype == torch.float16
+    return _asked("cuda_fp8_forward_kernels", *tensors, *options, is_fp16, *device)
+
+
 def folders(kernels: Kernels) -> Kernels:
     """The folders of kernels, each once: ``("sm90/bwd", "sm80/dbias")``."""
     return tuple(dict.fromkeys(name.rpartition("/")[0] for name in kernels))
@@ -99,7 +115,7 @@ def _asked(op: str, *arguments: Any) -> Kernels | None:
     try:
         text: str = getattr(torch.ops.flashsci, op).default(*arguments)
     except RuntimeError as error:
-        if "serves this call on compute capability" in str(error):
+        if "serves this call" in str(error):
             return None
         raise
     return tuple(text.split("\n")) if text else ()

@@ -1,16 +1,14 @@
 """The calls that the library computes, forward and backward separately, by the properties of a Problem.
 
-layouts.py has the conditions on tensors. If the library has no backward for a call, or a slower one,
+decisions.py asks the library about tensors. If the library has no backward for a call, or a slower one,
 flashsci/choice/gradients.py names another backend, which takes the same saved tensors.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from flashsci.backends.cuda import fp8, layouts, library, paged
+from flashsci.backends.cuda import decisions, fp8, library, paged
 from flashsci.call.fp8_ops import FP8
 from flashsci.call.problem import Problem
 
@@ -151,34 +149,22 @@ WEIGHTED = (
 
 
 def _is_weighted(problem: Problem) -> bool:
-    """Whether the kernels take a call with key weights."""
-    return problem.dtype == torch.float32 and not problem.bias and _is_small(problem)
+    """Whether a call with key weights is one of WEIGHTED.
 
-
-_MANY_HEADS = 132
-
-
-def is_short(problem: Problem) -> bool:
-    """The condition `is_short` of csrc/bindings/backward.cpp, which gives such calls to sm80's kernels; false if a
-    size is hidden."""
+    No library is asked: a refusal states these limits, also where none was built or where a compiler hides sizes.
+    """
     p = problem
-    if p.varlen or p.bias or p.mask or p.batch is None or p.seq_q is None or p.seq_k is None:
+    if p.varlen or p.bias or p.softcap or p.seq_q is None or p.seq_k is None:
         return False
-    dim, rows = max(p.head_dim, p.head_dim_v), max(p.seq_q, p.seq_k)
-    many = math.prod(p.batch) * p.heads_q >= _MANY_HEADS
-    if dim <= 32:
-        return rows <= (512 if many else 128)
-    return dim <= 64 and rows <= (128 if many else 64)
-
-
-def _is_small(problem: Problem) -> bool:
-    """Whether csrc/sm80/small computes the gradients of a call, strides not considered: sequences of at most 32
-    rows."""
-    p = problem
-    if p.varlen or p.softcap or p.seq_q is None or p.seq_k is None or p.heads_q != p.heads_k:
-        return False
-    built = f"cuda/sm80/small_{_DTYPES.get(p.dtype)}" in library.described()["units"]
-    return built and layouts.fits_small(max(p.seq_q, p.seq_k), (p.head_dim, p.head_dim_v))
+    dims = p.head_dim, p.head_dim_v
+    return (
+        p.dtype == torch.float32
+        and p.heads_q == p.heads_k
+        and max(p.seq_q, p.seq_k) <= 32
+        and max(dims) <= 64
+        and not any(dim % 4 for dim in dims)
+        and "cuda/sm80/small_fp32" in library.described()["units"]
+    )
 
 
 def older_backward(problem: Problem, generation: int = 0) -> int:
@@ -188,13 +174,11 @@ def older_backward(problem: Problem, generation: int = 0) -> int:
     Rules of `auto` still use the newer one: a statement about a generation holds for the calls that it would serve
     best.
     """
-    if (
-        generation
-        or not (is_short(problem) or _is_small(problem))
-        or backward_kernels(problem)[0] != 90
-    ):
+    if generation or problem.bias or problem.mask or backward_kernels(problem)[0] != 90:
         return 0
-    return _kernels("backward", problem, 80)[0]
+    kernels = decisions.backward_of(problem)
+    older = kernels is not None and all(name.startswith("sm80/") for name in kernels[:1])
+    return _kernels("backward", problem, 80)[0] if older else 0
 
 
 def _may_take_pairs(problem: Problem) -> bool:

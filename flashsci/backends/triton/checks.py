@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashsci.backends.triton import tilings
-from flashsci.call.op_checks import MAX_LENGTH, need, numbers, same, shapes
+from flashsci.call.op_checks import need, numbers, rows_fit, same, shapes
 from flashsci.call.ops import Saved, Scalars, Tangents, Tensors, statistics_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -64,25 +64,7 @@ def _check_inputs(
         2 <= rank <= 5 and k.dim() == v.dim() == rank,
         f"q, k and v must have the same number of dims, 2 to 5, got {given}",
     )
-    need(
-        q.shape[:-3] == k.shape[:-3] == v.shape[:-3],
-        f"the leading dims of q, k and v differ: {given}",
-    )
-    need(k.shape[:-1] == v.shape[:-1], f"k and v must have the same heads and keys: {given}")
-    need(q.shape[-1] == k.shape[-1], f"q and k must have the same head dim: {given}")
-    dims = q.shape[-1], v.shape[-1]
-    need(
-        min(dims) >= 1 and max(dims) <= tilings.MAX_HEAD_DIM,
-        f"head dims must be 1 to {tilings.MAX_HEAD_DIM}: {given}",
-    )
-    heads, heads_k = (x.shape[-3] if rank > 2 else 1 for x in (q, k))
-    need(
-        heads == 0 or (heads_k > 0 and heads % heads_k == 0),
-        f"the heads of q must be a multiple of those of k: {given}",
-    )
-    need(
-        max(q.shape[-2], k.shape[-2]) <= MAX_LENGTH, f"sequences are limited to 2^29 rows: {given}"
-    )
+    heads = rows_fit(q, k, v, tilings.MAX_HEAD_DIM)
     need((cu_q is None) == (cu_k is None), "cu_seqlens_q and cu_seqlens_k go together")
     need(
         cu_q is not None or bias_offsets is None,

@@ -55,6 +55,25 @@ class _Inner(nn.Module):
         return out.transpose(1, 2)
 
 
+class _Padded(_Inner):
+    """Attention of padded rows, of which a mask may hide some keys."""
+
+    def __init__(
+        self,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+    ):
+        super().__init__(causal, softmax_scale, attention_dropout)
+
+    def _seen(
+        self, causal: bool | None, key_padding_mask: Tensor | None
+    ) -> tuple[bool, Tensor | None]:
+        """Whether a call is causal, and its mask ``[B, 1, 1, Sk]``."""
+        causal = self.causal if causal is None else bool(causal)
+        return causal, None if key_padding_mask is None else key_padding_mask.bool()[:, None, None]
+
+
 class _FlashInner(_Inner):
     alibi_slopes: Tensor | None
 
@@ -136,16 +155,8 @@ class FlashCrossAttention(_FlashInner):
         )
 
 
-class CrossAttention(_Inner):
+class CrossAttention(_Padded):
     """Attention of padded queries to one tensor of keys and values; a mask may hide some of them."""
-
-    def __init__(
-        self,
-        causal: bool = False,
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-    ):
-        super().__init__(causal, softmax_scale, attention_dropout)
 
     def forward(
         self,
@@ -160,8 +171,7 @@ class CrossAttention(_Inner):
             key_padding_mask: bool ``[B, Sk]``, True for keys that are seen. Then the diagonal of ``causal`` ends at
                 the last visible key; the visible keys are the first rows.
         """
-        causal = self.causal if causal is None else bool(causal)
-        mask = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None]
+        causal, mask = self._seen(causal, key_padding_mask)
         if mask is not None and causal:
             seq_q, seq_k = q.shape[1], kv.shape[1]
             i = torch.arange(seq_q, device=q.device)[:, None]
@@ -171,22 +181,13 @@ class CrossAttention(_Inner):
         return self._attend(q, k, v, mask, causal, "lower_right")
 
 
-class SelfAttention(_Inner):
+class SelfAttention(_Padded):
     """Self-attention of one padded tensor of queries, keys and values; a mask may hide some keys."""
-
-    def __init__(
-        self,
-        causal: bool = False,
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-    ):
-        super().__init__(causal, softmax_scale, attention_dropout)
 
     def forward(
         self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
         """``[B, S, 3, H, D]`` to ``[B, S, H, D]``; key_padding_mask bool ``[B, S]``, True for keys that are seen."""
-        causal = self.causal if causal is None else bool(causal)
-        mask = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None]
+        causal, mask = self._seen(causal, key_padding_mask)
         q, k, v = qkv.unbind(2)
         return self._attend(q, k, v, mask, causal, "upper_left")

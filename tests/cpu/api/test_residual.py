@@ -20,7 +20,7 @@ from flashsci.testing import (
     residual_cases,
     residual_variants,
 )
-from flashsci.testing.bounds import check_alone
+from flashsci.testing.evaluation import check_alone
 
 hypothesis = pytest.importorskip("hypothesis")
 pytest.importorskip("triton")

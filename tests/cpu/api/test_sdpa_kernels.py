@@ -388,6 +388,44 @@ def test_scales_of_extreme_products(dtype, causal):
     judged(Inputs(q, k, v, dout=dout, options=dict(scale=1e-7, causal=causal)), "sdpa")
 
 
+# Scores so large that the fp32 lse does not hold the log of a sum.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ties_beyond_1e7_all_win_in_gradients_of_torch(dtype):
+    """As docs/reference/numerics.md says; the reference shares them."""
+    keys, size = 32, 2.0**13  # scores of 2^26
+    q, k = (torch.full((1, 1, n, 1), size, dtype=dtype) for n in (1, keys))
+    dout = torch.ones(1, 1, 1, 1, dtype=dtype)
+
+    def dv(call):
+        v = torch.zeros(1, 1, keys, 1, dtype=dtype, requires_grad=True)
+        return torch.autograd.grad(call(q, k, v), v, dout)[0]
+
+    options = dict(scale=1.0)
+    of_torch = dv(lambda *x: torch.nn.functional.scaled_dot_product_attention(*x, **options))
+    assert dv(lambda *x: flashsci.attention(*x, backend="sdpa", **options)).equal(of_torch)
+    assert of_torch.eq(1).all()
+    shared = dv(lambda *x: flashsci.attention(*x, backend="reference", **options))
+    assert shared.eq(1 / keys).all()
+
+
+# Saved tensors.
+
+
+@pytest.mark.parametrize(
+    "strides", [(40, 8, 1), (1, 4, 20), (0, 8, 1), (0, 0, 1), (0, 16, 2), (8, 8, 1), (40, 3, 1)]
+)
+def test_restored_tensors_have_the_strides_that_were_saved(strides):
+    shape = (4, 5, 8)
+    saved = torch.randn(200).as_strided(shape, strides)
+    assert sdpa_kernels.restored(saved, strides) is saved
+    found = sdpa_kernels.restored(torch.randn(8, 4, 5).permute(1, 2, 0).copy_(saved), strides)
+    assert found.equal(saved)
+    overlapping = strides in [(8, 8, 1), (40, 3, 1)]
+    assert found.stride() == ((40, 8, 1) if overlapping else strides)
+
+
 # torch's own function.
 
 
@@ -402,7 +440,7 @@ q = torch.randn(1, 2, 5, 8)
 out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
 torch.testing.assert_close(out, due(q, q, q))
 from flashsci.backends import sdpa_kernels
-assert sdpa_kernels.attend is due
+assert sdpa_kernels.torch_attention is due
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 

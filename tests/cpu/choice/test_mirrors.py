@@ -1,20 +1,14 @@
-"""What Python writes by hand of the library: structs of the C boundary have the sizes and offsets that a compiler gives them, and
-a rule says what the C++ says."""
+"""Structs of the C boundary that Python writes by hand have the sizes and offsets that a compiler gives them."""
 
 from __future__ import annotations
 
 import ctypes
-import itertools
-import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from flashsci.backends.cuda import served
-from flashsci.call.problem import Problem
 from tests.cpu.emulator.test_paged_kernel import Params
 from tools.kernels import launchers
 
@@ -58,44 +52,3 @@ def test_mirrors_of_structs(tmp_path):
     assert dict(zip(asked, map(int, said.split()), strict=True)) == dict(
         zip(asked, wanted, strict=True)
     )
-
-
-ASKING = """
-int main() {
-  FlashsciBackwardParams p{};
-  long b0, b1;
-  int packed, bias, mask;
-  while (std::scanf("%ld %ld %d %d %d %d %d %d %d %d", &b0, &b1, &p.heads_q, &p.seq_q, &p.seq_k, &p.head_dim,
-                    &p.head_dim_v, &packed, &bias, &mask) == 10) {
-    p.batch0 = b0, p.batch1 = b1;
-    p.cu_seqlens_q = packed ? reinterpret_cast<const int32_t*>(&p) : nullptr;
-    p.bias_mask.bias = bias ? &p : nullptr;
-    p.bias_mask.mask = mask ? reinterpret_cast<const uint8_t*>(&p) : nullptr;
-    std::printf("%d", int{is_short(p)});
-  }
-}
-"""
-
-
-def test_mirror_of_who_computes_short_gradients(tmp_path):
-    text = (ROOT / "csrc" / "bindings" / "backward.cpp").read_text()
-    (rule,) = re.findall(r"^bool is_short\(.*?^}\n", text, re.DOTALL | re.MULTILINE)
-    leading = ((1, 1, 131), (1, 1, 132), (11, 2, 6), (11, 1, 11))
-    lengths, dims = (1, 64, 65, 128, 129, 512, 513), (1, 32, 33, 64, 65)
-    plain = itertools.product(leading, lengths, lengths, dims, dims, [(0, 0, 0)])
-    others = itertools.product(leading, (1, 64), (1,), (32,), (32,), [(1, 0, 0), (0, 1, 0), (0, 0, 1)])  # fmt: skip
-    asked = [*plain, *others]
-    given = "\n".join(" ".join(map(str, (*a, *rest, *b))) for a, *rest, b in asked)
-    includes = "#include <algorithm>\n#include <cstdio>\n" + '#include "flashsci.h"\n'
-    said = output_of(tmp_path, includes + rule + ASKING, given)
-
-    def mirrored(leading, seq_q, seq_k, dim, dim_v, others):
-        *batch, heads = leading
-        packed, bias, mask = map(bool, others)
-        return served.is_short(
-            Problem("cuda", (9, 0), torch.bfloat16, heads, heads, dim, dim_v, batch=tuple(batch), seq_q=seq_q, seq_k=seq_k,
-                    varlen=packed, bias_shape=(seq_q, seq_k) if bias else None, mask=mask)
-        )  # fmt: skip
-
-    assert [mirrored(*one) for one in asked] == [x == "1" for x in said]
-    assert {"0", "1"} == set(said)

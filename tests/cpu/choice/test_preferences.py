@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashsci
+from flashsci.backends.cuda.library import library_path
 from flashsci.call.problem import Problem
 from flashsci.choice import choose, preferences
 from tools.bench.cases import CASES
@@ -18,16 +19,21 @@ from tools.choice.rules import examples, learnt, unmeasured
 
 DEFAULTS = preferences.read(preferences.FOLDER / "defaults.json")
 HOPPER = Problem("cuda", (9, 0), torch.bfloat16, 16, 16, 24, 24)
+needs_library = pytest.mark.skipif(
+    library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)"
+)
 # Regret above 1.10, of nothing now.
 LEFT: dict[str, set[tuple[str, str]]] = {"sm90": set()}
 
 
+@needs_library
 def test_tables_are_what_the_records_give():
     """The table of each GPU, its figures of regret, and the page; written by `tools.choice.preferences --write`."""
     for path, text in script.results().items():
         assert path.read_text() == text, f"{path}: run python -m tools.choice.preferences --write"
 
 
+@needs_library
 @pytest.mark.parametrize("path", sorted(preferences.FOLDER.glob("sm*.json")), ids=lambda p: p.stem)
 def test_regret_on_the_committed_records(path):
     """In the geometric mean 1.02 at most, of no case above 1.10 but for those named; and every choice was measured."""

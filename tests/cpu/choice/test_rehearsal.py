@@ -1,4 +1,4 @@
-"""The library names the kernels that it would launch, on a device that is only described; what Python says of them agrees."""
+"""The library names the kernels that it would launch, on a device that is only described; Python decides by these names."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashsci.backends.cuda import layouts, library, rehearsal, served
+from flashsci.backends.cuda import decisions, library, rehearsal, served
+from flashsci.backends.cuda.paged import misfit
 from flashsci.backends.cuda.rehearsal import A100, H100, T4
 from flashsci.call import ops
+from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
+from flashsci.call.paged_ops import PagedScalars, PagedTensors
 from flashsci.call.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,7 +123,8 @@ def drawn(choose: random.Random):
     return q, k, v, bias, mask, scalars, need
 
 
-def test_python_agrees_on_the_bias_and_mask_that_the_hopper_backward_takes():
+def test_decisions_are_those_of_a_launch_on_the_tensors_themselves():
+    """Asked with descriptions of the tensors, of any strides and offsets."""
     choose, seen = random.Random(3), set()
     for _ in range(400):
         q, k, v, bias, mask, scalars, need = drawn(choose)
@@ -122,12 +133,63 @@ def test_python_agrees_on_the_bias_and_mask_that_the_hopper_backward_takes():
         tensors = ops.Tensors(q, k, v, bias, mask=mask)
         saved = ops.Saved(tensors, *ops.fake_forward(tensors), scalars)
         plain = bias is None and mask is None
-        assert layouts.hopper_takes(saved, need) == (plain or by_hopper), (q.shape, bias, mask, scalars)  # fmt: skip
+        assert decisions.hopper_takes(saved, need) == (plain or by_hopper), (q.shape, bias, mask, scalars)  # fmt: skip
+        assert rehearsal.folders(decisions.backward(saved, need)) == folders
         seen.add(by_hopper)
     assert seen == {True, False}
 
 
-def test_python_agrees_on_short_calls():
+def test_an_offset_into_memory_decides():
+    q, bias = empty(2, 4, 128, 64), torch.empty(2, 4, 128, 136, dtype=torch.bfloat16, device="meta")
+    for first, taken in ((0, True), (8, True), (4, False)):
+        tensors = ops.Tensors(q, q, q, bias[..., first : first + 128])
+        saved = ops.Saved(tensors, *ops.fake_forward(tensors), PLAIN)
+        assert decisions.hopper_takes(saved, 7) is taken
+
+
+def test_questions_are_asked_once_and_unseen():
+    """By no mode and no transform; again only of another kind of call."""
+    q, bias = torch.empty(2, 4, 128, 64), torch.empty(2, 4, 128, 128)
+    tensors = ops.Tensors(q.half(), q.half(), q.half(), bias)
+    saved = ops.Saved(tensors, *ops.fake_forward(tensors), PLAIN)
+    asked = decisions._backward.cache_info
+    expected = decisions.hopper_takes(saved, 7)
+    before = asked().misses
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    with Seeing():
+        assert decisions.hopper_takes(saved, 7) is expected
+        assert asked().misses == before
+        decisions.hopper_takes(saved, 15)
+    assert asked().misses == before + 1
+
+    def mapped(x):
+        given = saved._replace(tensors=tensors._replace(q=x))
+        return x.sum() * decisions.hopper_takes(given, 3)
+
+    torch.vmap(mapped)(torch.empty(3, 2, 4, 128, 64).half())
+
+
+def test_a_compilers_sizes_are_those_it_traces_with():
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 4)
+    for keys, taken in ((128, True), (130, False)):
+        real = torch.empty(2, 4, 128, 64), torch.empty(2, 4, keys, 64), torch.empty(2, 4, 128, keys)
+        q, k, bias = (mode.from_tensor(x.half(), symbolic_context=dynamic) for x in real)
+        assert type(bias.shape[3]) is not int
+        with mode:
+            tensors = ops.Tensors(q, k, k, bias)
+            saved = ops.Saved(tensors, *ops.fake_forward(tensors), PLAIN)
+        guards = len(shapes.guards)
+        assert decisions.hopper_takes(saved, 7) is taken
+        assert len(shapes.guards) == guards, "no condition on a size"
+
+
+def test_short_gradients_by_older_kernels():
     choose, seen = random.Random(4), set()
     for _ in range(300):
         batch, heads = choose.choice(((1, 4), (1, 131), (1, 132), (11, 12)))
@@ -138,6 +200,125 @@ def test_python_agrees_on_short_calls():
         problem = Problem(
             "cuda", (9, 0), torch.bfloat16, heads, heads, dim, dim, batch=(batch,), seq_q=rows, seq_k=keys
         )  # fmt: skip
-        assert served.is_short(problem) == older, (q.shape, k.shape)
+        assert (served.older_backward(problem) == 80) == older, (q.shape, k.shape)
         seen.add(older)
+    assert seen == {True, False}
+
+
+def test_key_weights_are_refused_where_no_kernel_takes_them():
+    """The one rule that Python repeats, because a refusal states it."""
+    choose, seen = random.Random(5), set()
+    for _ in range(300):
+        heads = choose.choice((4, 4, 8))
+        rows, keys = (choose.choice((1, 24, 32, 32, 33)) for _ in range(2))
+        dims = choose.choice(((16, 16), (64, 64), (64, 4), (68, 16), (16, 18)))
+        softcap, right = choose.choice((0.0, 0.0, 0.0, 5.0)), choose.choice((-1, -1, 0))
+        biased = choose.random() < 0.1
+        shapes = (heads, rows, dims[0]), (4, keys, dims[0]), (4, keys, dims[1])
+        q, k, v = (empty(3, *n, dtype=torch.float32) for n in shapes)
+        weights = empty(3, 1, keys, dtype=torch.float32)
+        bias = empty(3, heads, rows, keys, dtype=torch.float32) if biased else None
+        problem = Problem(
+            "cuda", (9, 0), torch.float32, heads, 4, *dims, batch=(3,), seq_q=rows, seq_k=keys, key_weight=True,
+            softcap=softcap, window_right=right, bias_shape=None if bias is None else tuple(bias.shape),
+            precision="tf32x3",
+        )  # fmt: skip
+        tensors = ops.Tensors(q, k, v, bias, weights)
+        scalars = PLAIN._replace(softcap=softcap, window_right=right)
+        taken = decisions.takes_weights(tensors, scalars)
+        assert (served.rejects(problem) is None) == taken, problem
+        seen.add(taken)
+    assert seen == {True, False}
+
+
+def paged(q, cache, columns=4, sequences=2, scale=None, device=H100, generation=0):
+    """The kernels of a paged call, and why Python says that there are none."""
+    counts = ((sequences, columns), (sequences,), (sequences + 1,))
+    tables = (empty(*shape, dtype=torch.int32) for shape in counts)
+    tensors = PagedTensors(q, cache, cache, *tables, None, scale, scale)
+    out = empty(*q.shape[:-1], cache.shape[-1], dtype=q.dtype)
+    scalars = PagedScalars(1, 0.125, 0.0, -1, -1, False)
+    found = rehearsal.paged_kernels(tensors, out, scalars, device, generation)
+    return found, misfit(tensors, out)
+
+
+def test_paged_calls():
+    q, cache = empty(2, 8, 128), empty(50, 64, 2, 128)
+    wide = empty(50, 64, 2, 128, dtype=torch.float8_e4m3fn)
+    scale = empty(2, 2, dtype=torch.float32)
+    for device, older in ((H100, 90), (A100, 80)):
+        names = f"sm{older}/paged/paged_kernel", "paged/combine_kernel"
+        assert paged(q, cache, device=device)[0] == names
+        assert paged(q, wide, scale=scale, device=device)[0] == names
+    assert paged(q, cache, generation=80)[0] == ("sm80/paged/paged_kernel", "paged/combine_kernel")
+    assert paged(q, cache, device=T4)[0] is None
+    assert paged(empty(0, 8, 128), cache)[0] == (), "no token"
+    with pytest.raises(RuntimeError, match="same head dim"):
+        paged(empty(2, 8, 64), cache)
+
+
+def test_the_layouts_that_paged_kernels_refuse_are_those_that_refusals_name():
+    choose, seen = random.Random(6), set()
+    for _ in range(300):
+        dim, page = choose.choice((64, 128, 256)), choose.choice((16, 24, 64, 8, 4096))
+        q = empty(choose.choice((1, 7, 64)), 8, dim, pad=choose.choice((0, 0, 0, 4, 8)))
+        dtype = choose.choice((torch.bfloat16, torch.float8_e4m3fn))
+        cache = empty(9, page, 2, dim, dtype=dtype, pad=choose.choice((0, 0, 8, 16)))
+        columns = choose.choice((1, 40, 1 << 17, 1 << 22))
+        sequences = choose.choice((1, 3, 200))
+        try:
+            found, reason = paged(q, cache, columns, sequences)
+        except RuntimeError as error:
+            assert "2^29" in str(error)
+            continue
+        call = q.stride(), cache.shape, cache.stride(), columns, reason
+        assert found is not None or reason is not None, call
+        # Blocks are counted by the smallest of all kernels: only a refused call is told of them.
+        assert found is None or reason is None or "more blocks" in reason, call
+        seen.add(reason is None)
+    assert seen == {True, False}
+
+
+def test_calls_on_8_bit_floats():
+    scalars = FP8Scalars(-1, -1, 0.1, 0.0, -1, -1, False, torch.bfloat16, False)
+
+    def asked(q, k, scale=None, device=H100):
+        tensors = FP8Tensors(q, k, k, scale, None, None, None, None)
+        return rehearsal.fp8_kernels(tensors, scalars, device)
+
+    x = empty(2, 4, 256, 128, dtype=torch.float8_e4m3fn)
+    assert asked(x, x) == ("sm90/fp8/fp8_forward_kernel",)
+    assert asked(x, x, empty(2, 4, 2, dtype=torch.float32)) == asked(x, x)
+    assert asked(x, x, device=A100) is None
+    assert asked(empty(2, 4, 256, 128, dtype=x.dtype, pad=8), x) is None
+    assert asked(x[:, :, :0], x) == ()
+    with pytest.raises(RuntimeError, match="q_scale of shape"):
+        asked(x, x, empty(2, 4, 3, dtype=torch.float32))
+
+
+def test_calls_that_kernels_of_inner_heads_take():
+    """The other rule that Python repeats: a Problem has no strides, and backends are chosen by it."""
+    choose, seen = random.Random(7), set()
+    for _ in range(300):
+        dtype = choose.choice((torch.float32, torch.bfloat16, torch.float16))
+        bias_dtype = choose.choice((torch.float32, dtype))
+        dims = choose.choice(((24, 24), (32, 32), (16, 16), (20, 32), (18, 18), (64, 64)))
+        heads, rows, keys = (
+            choose.choice((4, 8, 16)),
+            choose.choice((64, 100)),
+            choose.choice((64, 101)),
+        )
+        sizes = (rows, dims[0]), (keys, dims[0]), (keys, dims[1])
+        q, k, v = (empty(2, n, heads, d, dtype=dtype).transpose(1, 2) for n, d in sizes)
+        bias = inner_heads(2, rows, heads, keys, bias_dtype)
+        softcap, right = choose.choice((0.0, 0.0, 5.0)), choose.choice((-1, -1, 0))
+        problem = Problem(
+            "cuda", (9, 0), dtype, heads, heads, *dims, batch=(2,), seq_q=rows, seq_k=keys, inner_heads=True,
+            bias_shape=tuple(bias.shape), bias_dtype=bias_dtype, softcap=softcap, window_right=right, precision="tf32x3",
+        )  # fmt: skip
+        scalars = PLAIN._replace(softcap=softcap, window_right=right)
+        found = kernels(q, k, v, bias, scalars=scalars, need=15)
+        taken = [folders[0].startswith("sm90/pair") for folders in found if folders]
+        assert taken == [served._may_take_pairs(problem)] * 2, problem
+        seen.update(taken)
     assert seen == {True, False}

@@ -345,7 +345,7 @@ def test_digest_sees_every_included_header():
     csrc = ROOT / "csrc"
     sources = digest.cpp_sources([csrc / "sm80" / "fwd" / "bf16.cu"])
     names = {str(p.relative_to(csrc)) for p in sources}
-    assert {"include/flashsci.h", "core/smem_tile.cuh", "ptx/mma_bf16.cuh"} <= names
+    assert {"include/flashsci.h", "core/smem_tile.cuh", "ptx/mma.cuh"} <= names
 
 
 def test_triton_digest_ignores_docstrings(tmp_path):
@@ -378,12 +378,12 @@ def test_a_debug_build_matches_no_tree(tmp_path):
 # --- bytes at barriers -------------------------------------------------------------------------
 
 
-def test_kernels_launched_beside_others_wait_for_their_end():
+def test_dependent_launches_wait_for_the_end_of_their_predecessor():
     """Before they read or write memory: some at once, others where they begin to load; what generations share, by their Isa."""
     found = 0
     wait = re.compile(r"(ptx|C::Isa)::wait_for_prerequisites\(\);(?! })")
     for folder in {path.parent for path in (ROOT / "csrc" / "sm90").rglob("launch.cuh")}:
-        launched = len(re.findall(r"launch_beside<", (folder / "launch.cuh").read_text()))
+        launched = len(re.findall(r"launch_dependent<", (folder / "launch.cuh").read_text()))
         own = filter(Path.is_file, folder.iterdir())
         files = [*own, *(ROOT / "csrc" / "core" / folder.name).glob("*")]
         waits = sum(len(wait.findall(path.read_text())) for path in files)

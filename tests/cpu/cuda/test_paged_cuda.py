@@ -18,6 +18,7 @@ from flashsci.call.problem import Problem, facts
 from flashsci.check import planning, units
 from flashsci.choice import backends, choose
 from flashsci.choice.gradients import named
+from flashsci.choice.loaded import Loaded
 from flashsci.testing import PagedCase, PagedVariant, make_paged_inputs
 
 UNITS = ("paged_fp16", "paged_bf16", "paged8_fp16", "paged8_bf16")
@@ -171,7 +172,7 @@ def test_auto_goes_to_triton_where_strides_do_not_fit(monkeypatch):
         "cuda": PagedOps(attention, None),
         "triton": PagedOps(lambda tensors, out, scalars: out.fill_(7.0), None),
     }
-    monkeypatch.setattr(backends, "LOADED", {"paged": ops})
+    monkeypatch.setattr(backends, "LOADED", {"paged": Loaded(**ops)})
     monkeypatch.setattr(paged, "decide", lambda kind, call, backend: named("cuda"))
     tensors = given()[0]
     call = dict(
@@ -216,7 +217,7 @@ def test_layouts_of_engines_fit(layout, page, dims, cache):
 def test_calls_reach_the_library(built, monkeypatch):
     """With a sink in fp32; an update of the cache asked of cuda is Triton's."""
     seen = {}
-    monkeypatch.setattr(backends, "LOADED", {"paged": {}})
+    monkeypatch.setattr(backends, "LOADED", {"paged": Loaded()})
 
     def op(*arguments):
         seen["sink"], seen["scalars"], seen["generation"] = arguments[6], arguments[10:-1], arguments[-1]  # fmt: skip

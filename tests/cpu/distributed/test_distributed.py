@@ -14,7 +14,7 @@ import flashsci
 import flashsci.distributed
 from flashsci.call.derivatives import ENTRIES
 from flashsci.testing import Case, Variant
-from flashsci.testing.drawing import strategy_of
+from flashsci.testing.choices import strategy_of
 from tests.support.distributed_calls import (
     Split,
     agreement_of,
@@ -41,8 +41,8 @@ from tests.support.distributed_calls import (
     triangle_problem,
     triangles,
 )
+from tests.support.emulated_ranks import World, settled
 from tests.support.ranks import Ranks
-from tools.distributed.emulated_ranks import World, settled
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
 

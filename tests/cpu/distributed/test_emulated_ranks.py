@@ -1,21 +1,19 @@
-"""Ranks emulated in one process: what they send, the model that puts their times together, and the script that predicts by it."""
+"""Ranks emulated in one process: their results, and the messages that they send."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from test_distributed_scripts import rows, run
 
 import flashsci
 import flashsci.distributed as fd
 from flashsci.distributed import block, cost
 from flashsci.distributed.layout import Layout
 from tests.support.distributed_calls import part
-from tools.distributed.emulated_ranks import Step, World, settled, simulate
+from tests.support.emulated_ranks import World, settled
 
 SIZES = cost.Sizes(batch=2, heads_q=4, heads_k=2, head_dim=8, head_dim_v=8, itemsize=4)
 
@@ -126,70 +124,3 @@ def test_errors_of_emulated_ranks_are_told():
 
     with pytest.raises(ValueError, match="mine"):
         settled(World(2, "cpu"), wrong)
-
-
-def ring(seconds, size, world=2):
-    """A trace of a ring of two steps: the message is under way while the first is computed."""
-
-    def of(rank):
-        other = (rank + 1) % world
-        back = (rank - 1) % world
-        return [
-            Step(0.0, "send", (rank, other, 1), size),
-            Step(0.0, "receive", (back, rank, 1), size),
-            Step(seconds, "wait", (rank, other, 1)),
-            Step(0.0, "wait", (back, rank, 1)),
-            Step(seconds, "phase", "end"),
-        ]
-
-    return [of(r) for r in range(world)]
-
-
-def test_what_is_hidden_takes_no_time():
-    assert simulate(ring(1.0, 100), link=200.0, latency=0.1) == pytest.approx(2.0)
-    assert simulate(ring(1.0, 100), link=50.0, latency=0.1) == pytest.approx(1.0 + 2.0 + 0.1)
-    late = ring(1.0, 100)
-    late[1][0] = late[1][0]._replace(seconds=3.0)  # a rank that begins late keeps the other waiting
-    assert simulate(late, link=200.0, latency=0.0) == pytest.approx(3.0 + 2.0)
-    apart = [[s.of_rank(r, 2) for s in ring(1.0, 100)[0]] for r in range(2)]
-    assert apart == ring(1.0, 100)
-
-
-def test_collectives_and_queues_in_order():
-    """A collective begins when the last rank is there; what comes after it in a rank's queue waits for it."""
-    gather = lambda seconds: [  # noqa: E731
-        Step(seconds, "collective", 1, 100),
-        Step(1.0, "collective", 2, 50),
-        Step(0.0, "wait", 1),
-        Step(0.0, "wait", 2),
-        Step(1.0, "phase", "end"),
-    ]
-    # Ready at 2; the first until 4, the second, given out at 3, until 5; then a second of work.
-    assert simulate([gather(0.5), gather(2.0)], link=50.0, latency=0.0) == pytest.approx(6.0)
-
-
-def test_the_prediction_of_a_small_machine(tmp_path):
-    said = run("tools/distributed/predict_scaling.py", "--device", "cpu", "--tiny", "--json", str(tmp_path / "found.json"))  # fmt: skip
-    assert "small calls: 0 wrong" in said and "WRONG" not in said and "fitted: forward" in said
-    assert [r[:3] for r in rows(said)] == [
-        ["16", world, name] for world, names in (("1", ["one"]), ("2", ["all_gather", "ring"]), ("4", ["all_gather", "ring"]))
-        for name in names
-    ]  # fmt: skip
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert set(found["machine"]) == set(cost.Machine.__dataclass_fields__)
-    cells = [(c["causal"], c["world"], c["strategy"]) for c in found["cells"]]
-    assert cells == [
-        (causal, world, name)
-        for causal in (True, False)
-        for world, name in [(1, "one"), *((w, s) for w in (2, 4) for s in cost.STRATEGIES)]
-    ]
-    for cell in found["cells"]:
-        assert cell["world"] == 1 or cell["error"] < 64
-        assert len(cell["step"]) == cell["world"]
-
-
-def test_what_does_not_fit_into_the_minutes_is_left_out():
-    said = run(
-        "tools/distributed/predict_scaling.py", "--device", "cpu", "--tiny", "--minutes", "0"
-    )
-    assert "no time left" in said and "| ring" in said

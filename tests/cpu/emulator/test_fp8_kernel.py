@@ -238,10 +238,10 @@ FAULTS = {
     "Q released before all have read the tile": ("fp8/kernel.cuh", "4 + (w == 0 ? 1 + C::kTransposers : 0)", "4"),
     "the scale of another block": ("fp8/load.cuh", "scale_of(a.v_scale, v, key)", "scale_of(a.v_scale, v, key + 128)"),
     "fewer bytes than arrive": ("fp8/load.cuh", "(v_full, sizeof(shared.v[0]));", "(v_full, sizeof(shared.v[0]) / 2);"),
-    "pieces added before all are there": ("fp8/pieces.cuh", "before != last - first", "before + 1 != last - first"),
-    "the weight of another row": ("fp8/pieces.cuh", "fmaf(weight[1], y.z,", "fmaf(weight[0], y.z,"),
-    "a run that ends too early": ("fp8/pieces.cuh", "end(run_begin(pieces, blockIdx.x + 1))", "end(run_begin(pieces, blockIdx.x + 1) - 1)"),
-    "two pieces in one place": ("fp8/pieces.cuh", "(cta * 2 + begins)", "(cta * 2)"),
+    "pieces added before all are there": ("fp8/split_tail.cuh", "before != last - first", "before + 1 != last - first"),
+    "the weight of another row": ("fp8/split_tail.cuh", "fmaf(weight[1], y.z,", "fmaf(weight[0], y.z,"),
+    "a run that ends too early": ("fp8/split_tail.cuh", "end(run_begin(tail, blockIdx.x + 1))", "end(run_begin(tail, blockIdx.x + 1) - 1)"),
+    "two pieces in one place": ("fp8/split_tail.cuh", "(cta * 2 + begins)", "(cta * 2)"),
     "an output that does not follow its offsets": ("fp8/mainloop.cuh", "        if (kLate && chunk == 0) follow_offsets();\n", ""),
     "ones in another row": ("fp8/transpose.cuh", "unit < kRow ?", "unit / kRow == 1 ?"),
     "ones that a later stage lacks": ("fp8/transpose.cuh", "i < C::kStages * 8 * kRow;", "i < 2 * 8 * kRow;"),
@@ -273,7 +273,7 @@ def test_faults_are_found(tmp_path, fault):
     tiles = "Tiles64"
     variant = FP8Variant("bfloat16", 64, 64, "causal", packed=True)
     case = FP8Case(variant, 1, (100, 40, 200), (300, 77, 640), heads_k=2, scales=("128", "128", "128"), align="lower_right")  # fmt: skip
-    if FAULTS[fault][0] == "fp8/pieces.cuh":
+    if FAULTS[fault][0] == "fp8/split_tail.cuh":
         case, how = PIECES, (5,)
     elif "kLate" in FAULTS[fault][1]:
         tiles = "Tiles128"

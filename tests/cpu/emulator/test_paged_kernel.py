@@ -352,20 +352,20 @@ def test_bytes_as_fp16_without_an_instruction(tmp_path, cache):
 
 
 SHARED = {
-    "V of keys that no row sees": ("part", "words[i][w] &= mask;", ";"),
-    "stages that are never free": ("part", "      release(shared.k_empty[stage]);\n      release(shared.v_empty[stage]);\n", ""),
-    "V before it is there": ("part", "      C::Isa::wait(shared.v_full[stage], turn.parity);\n", ""),
+    "V of keys that no row sees": ("warp_tile", "words[i][w] &= mask;", ";"),
+    "stages that are never free": ("warp_tile", "      release(shared.k_empty[stage]);\n      release(shared.v_empty[stage]);\n", ""),
+    "V before it is there": ("warp_tile", "      C::Isa::wait(shared.v_full[stage], turn.parity);\n", ""),
     "the stage of another turn": ("config", "uint32_t count = 0, stage = 0, parity = 0;", "uint32_t count = 0, stage = 0, parity = 1;"),
-    "chunks of another part": ("part", "part(warp % kKeyWarps<C> / rows.tiers)", "part(warp % (kKeyWarps<C> / rows.tiers))"),
+    "chunks of another part": ("warp_tile", "part(warp % kKeyWarps<C> / rows.tiers)", "part(warp % (kKeyWarps<C> / rows.tiers))"),
     "sums that are not there yet": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);\n    write_part", "    write_part"),
     "sums of the part before": ("gather", "    ptx::barrier_sync(kComputing, kComputingThreads);  // the old contents have been read\n", ""),
     "weights of the warps": ("gather", "ptx::ex2_approx(statistics[warp].x - offset)", "1.f"),
     "weights of the warps where rows are few": ("gather", "__shfl_sync(0xffffffffu, weight, i * kRowLanes + warp)", "1.f"),
     "sums of few rows that are not there yet": ("gather", "    C::Isa::wait(shared.sums_full, handed++ & 1);\n", ""),
-    "sums of the last few rows that are not there yet": ("gather", "  leave_all(part);\n  ptx::barrier_sync(kComputing, kComputingThreads);\n", "  leave_all(part);\n"),
+    "sums of the last few rows that are not there yet": ("gather", "  leave_all(warp_tile);\n  ptx::barrier_sync(kComputing, kComputingThreads);\n", "  leave_all(warp_tile);\n"),
     "sums of few rows before the last are read": ("compute", "    C::Isa::wait(shared.sums_empty, (handed & 1) ^ 1);", ""),
     "a sink in each piece": ("gather", "      if (column == 0) a.plan.partial_lse[place] = lse;", "      if (column == 0) a.plan.partial_lse[place] = a.p.sink == nullptr ? lse : with_logit(lse, __ldg(a.p.sink + rows.head_of(r)) * kLog2e).x;"),
-    "Q of the next tile but one before the last has read it": ("queries", "      if (first == 0) C::Isa::sleep(shared.q_empty[stage], (turn / C::kQStages & 1) ^ 1);\n", ""),
+    "Q of the next tile but one before the last has read it": ("load_q", "      if (first == 0) C::Isa::sleep(shared.q_empty[stage], (turn / C::kQStages & 1) ^ 1);\n", ""),
     "Q before it is there": ("compute", "    C::Isa::wait(shared.q_full[stage], tiles / C::kQStages & 1);\n", ""),
     "pages that are not clamped": ("pages", "return min(max(entry, 0), a.p.pages - 1);", "return entry;"),
     "a page of another block": ("pages", "place(taken++)", "place(1 + taken++)"),
@@ -395,8 +395,8 @@ LOADS = {
 OF_16_BITS = {"keys of V in another order": ("format", "0x5410), __byte_perm(upper, lower, 0x7632)", "0x1054), __byte_perm(upper, lower, 0x3276)")}  # fmt: skip
 OF_8_BITS = {
     "keys of V in another order": ("format", "pair ? 0x7362 : 0x5140", "pair ? 0x3726 : 0x1504"),
-    "units of Q": ("part", "s[e] *= q_unit[e >> 1 & 1];", ";"),
-    "the scale of K": ("part", "*= k_scale;", "*= 1.f;"),
+    "units of Q": ("warp_tile", "s[e] *= q_unit[e >> 1 & 1];", ";"),
+    "the scale of K": ("warp_tile", "*= k_scale;", "*= 1.f;"),
     "the scale of V": ("gather", "ptx::rcp_approx(sum) * v_scale", "ptx::rcp_approx(sum)"),
 }
 

@@ -170,7 +170,8 @@ def test_poison_shows_what_a_backend_reads_outside():
 
 def test_resized_cases_stay_in_their_family():
     """Same variant, layout, views and length classes; other sizes; broadcast dims stay so and fit."""
-    from flashsci.testing.drawing import SeededChoices, _length_class, resized
+    from flashsci.testing.choices import SeededChoices
+    from flashsci.testing.reshaping import _length_class, resized
 
     choices = SeededChoices(1)
     sizes = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -124,3 +125,37 @@ def test_changelog_begins_with_this_version():
     assert re.search(
         rf'^version = "{flashsci.__version__}"$', (ROOT / "pyproject.toml").read_text(), re.M
     )
+
+
+def function_lengths(text: str) -> dict[str, int]:
+    """Lines of each function by name, without its docstring."""
+    found = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+            found[node.name] = max(lines, found.get(node.name, 0))
+    return found
+
+
+def test_python_functions_are_short():
+    """The rule of the C++ (tests/compile/test_build.py) for Python; a Triton kernel is one function by necessity."""
+    long = "def long():\n    x = 0\n" + "    x += 1\n" * 119
+    assert function_lengths(long) == {"long": 121}
+    assert function_lengths(long.replace("    x = 0", '    """A\n    docstring."""')) == {
+        "long": 120
+    }
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    paths = listed.stdout.split()
+    assert len(paths) > 100
+    too_long = [
+        f"{path}: {name} has {lines} lines"
+        for path in paths
+        if (ROOT / path).exists()
+        for name, lines in function_lengths((ROOT / path).read_text(encoding="utf-8")).items()
+        if lines > 120 and not name.endswith("_kernel")
+    ]
+    assert not too_long, "\n".join(too_long)

@@ -204,6 +204,25 @@ def test_generated(part):
             judge.require(evaluate(judge.inputs, "triton"))
 
 
+@pytest.mark.parametrize("bias", ("key", "pair"))
+@pytest.mark.parametrize("sizes", (SHORT, {}), ids=("short", "long"))
+def test_intermediate_values_beyond_fp16(sizes, bias):
+    """A key of weight zero makes W and F as large as e^(S - lse): results that fp16 can hold must be right."""
+    seq_q, seq_k = sizes.get("seq_q", 40), sizes.get("seq_k", 37)
+    bias_shape = (2, 1, 1, seq_k) if bias == "key" else (2, 1, seq_q, seq_k)
+    variant = WEIGHT | {"dtype": "float16", "head_dim": 48, "bias": bias}
+    inputs = make_inputs(case(variant, bias_shape=bias_shape, weight_shape=(2, 1, seq_k), **sizes))
+    with torch.no_grad():
+        inputs.key_weight[..., 5] = 0.0
+        inputs.bias[..., 5] = 14.0
+    judge = Judge(inputs)
+    for name in ("gq", "gk", "gv", "tout"):
+        beyond = judge.truth[name].abs() > torch.finfo(torch.float16).max
+        assert beyond.any() and not beyond.all(), name
+    with poisoned_memory():
+        judge.require(evaluate(inputs, "triton"))
+
+
 NEEDED = ("fp32", "short", "bias shared by heads", "packed, bias of pairs", "key weights", "short, key weights")  # fmt: skip
 
 

@@ -15,26 +15,30 @@ GENERATED = 24
 SEED = 7
 
 
-def named_cases():
-    def case(variant=None, **fields):
-        fields = {
-            "lead": (2,),
-            "heads_k": 1,
-            "group": 2,
-            "seq_q": 40,
-            "seq_k": 40,
-            "seed": 11,
-        } | fields
-        return Case(variant=Variant(**(variant or {})), **fields)
+def case(variant=None, **fields):
+    fields = {
+        "lead": (2,),
+        "heads_k": 1,
+        "group": 2,
+        "seq_q": 40,
+        "seq_k": 40,
+        "seed": 11,
+    } | fields
+    return Case(variant=Variant(**(variant or {})), **fields)
 
-    packed = {
-        "rank": 3,
-        "lead": (),
-        "seq_q": 0,
-        "seq_k": 0,
-        "lens_q": (33, 0, 1, 17),
-        "lens_k": (17, 5, 0, 40),
-    }
+
+PACKED = {
+    "rank": 3,
+    "lead": (),
+    "seq_q": 0,
+    "seq_k": 0,
+    "lens_q": (33, 0, 1, 17),
+    "lens_k": (17, 5, 0, 40),
+}
+SHORT = {"seq_q": 17, "seq_k": 23}
+
+
+def long_cases():
     yield "fp32", case({"lse_grad": True})
     yield "fp16", case({"dtype": "float16", "head_dim": 64, "head_dim_v": 32})
     yield "bf16", case({"dtype": "bfloat16", "head_dim": 32, "head_dim_v": 64})
@@ -101,27 +105,27 @@ def named_cases():
                                                    mask_shape=(1, 1, 1, 192), mask_kind="keys", magnitude="low")  # fmt: skip
     yield (
         "packed",
-        case({"varlen": True, "window": True}, causal=True, align="lower_right", **packed),
+        case({"varlen": True, "window": True}, causal=True, align="lower_right", **PACKED),
     )
     yield (
         "packed, lengths unknown",
-        case({"varlen": True, "dropout": True}, dropout_p=0.3, known_lengths=False, **packed),
+        case({"varlen": True, "dropout": True}, dropout_p=0.3, known_lengths=False, **PACKED),
     )
     yield (
         "packed, bias of keys",
-        case({"varlen": True, "bias": "key", "bias_grad": True}, bias_shape=(2, 62), **packed),
+        case({"varlen": True, "bias": "key", "bias_grad": True}, bias_shape=(2, 62), **PACKED),
     )
-    pairs = sum(q * k for q, k in zip(packed["lens_q"], packed["lens_k"], strict=True))
+    pairs = sum(q * k for q, k in zip(PACKED["lens_q"], PACKED["lens_k"], strict=True))
     yield (
         "packed, bias of pairs",
-        case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(2, pairs), **packed),
+        case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(2, pairs), **PACKED),
     )
     yield "packed, shared bias of pairs", case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(1, pairs),
-                                               **packed)  # fmt: skip
+                                               **PACKED)  # fmt: skip
 
     yield "ALiBi", case({"alibi": True, "window": True}, causal=True, align="lower_right", seq_k=70)
     yield "ALiBi and a shared bias", case({"alibi": True, "bias": "pair", "bias_grad": True}, bias_shape=(2, 1, 40, 40))  # fmt: skip
-    yield "packed, ALiBi", case({"varlen": True, "alibi": True, "sink": "float"}, **packed)
+    yield "packed, ALiBi", case({"varlen": True, "alibi": True, "sink": "float"}, **PACKED)
     yield "sink", case({"sink": "float", "lse_grad": True})
     yield (
         "sink in 16 bits",
@@ -129,46 +133,28 @@ def named_cases():
     )  # fmt: skip
     yield "sink, no keys", case({"sink": "float", "lse_grad": True}, seq_k=0)
 
-    # Whole sequences in one tile: their backward is one kernel.
-    short = {"seq_q": 17, "seq_k": 23}
+
+def short_cases():
+    """Whole sequences in one tile: their backward is one kernel."""
     yield (
         "short",
         case(
-            {"lse_grad": True, "window": True, "softcap": True}, causal=True, softcap=2.0, **short
+            {"lse_grad": True, "window": True, "softcap": True}, causal=True, softcap=2.0, **SHORT
         ),
     )
-    yield "short, ALiBi", case({"alibi": True, "sink": "float"}, align="lower_right", **short)
+    yield "short, ALiBi", case({"alibi": True, "sink": "float"}, align="lower_right", **SHORT)
     yield "short, two chunks", case({"dtype": "float16", "head_dim": 48, "head_dim_v": 24, "dropout": True}, dropout_p=0.4,
-                                    **short)  # fmt: skip
+                                    **SHORT)  # fmt: skip
     yield "short, full bias", case({"bias": "pair", "bias_grad": True, "mask": True}, bias_shape=(2, 2, 17, 23),
-                                   mask_shape=(1, 1, 17, 23), mask_kind="rows", **short)  # fmt: skip
+                                   mask_shape=(1, 1, 17, 23), mask_kind="rows", **SHORT)  # fmt: skip
     yield (
         "short, bias of keys",
-        case({"bias": "key", "bias_grad": True}, bias_shape=(2, 1, 1, 23), **short),
+        case({"bias": "key", "bias_grad": True}, bias_shape=(2, 1, 1, 23), **SHORT),
     )
     yield (
         "short, bias of queries",
-        case({"bias": "pair", "bias_grad": True}, bias_shape=(2, 1, 17, 1), **short),
+        case({"bias": "pair", "bias_grad": True}, bias_shape=(2, 1, 17, 1), **SHORT),
     )
-    # And with heads that are read in slices, where every head has keys of its own.
-    wide = {"head_dim": 136, "head_dim_v": 72}
-    own = {"heads_k": 2, "group": 1, **short}
-    yield "wide", case({"lse_grad": True, "window": True, "softcap": True, **wide}, causal=True, softcap=2.0, **own)  # fmt: skip
-    yield "wide, ALiBi and a sink", case({"head_dim": 320, "head_dim_v": 64, "alibi": True, "sink": "float"}, align="lower_right", **own)  # fmt: skip
-    yield "wide, unaligned rows, dropout", case({"head_dim": 129, "head_dim_v": 131, "dropout": True}, dropout_p=0.4, **own)  # fmt: skip
-    yield "wide, full bias", case({"bias": "pair", "bias_grad": True, "mask": True, **wide}, bias_shape=(2, 2, 17, 23),
-                                  mask_shape=(1, 1, 17, 23), mask_kind="rows", layout="bshd", **own)  # fmt: skip
-    yield "wide, bias of keys", case({"bias": "key", "bias_grad": True, **wide}, bias_shape=(2, 1, 1, 23), **own)  # fmt: skip
-    yield "wide, bias of queries", case({"bias": "pair", "bias_grad": True, **wide}, bias_shape=(2, 1, 17, 1), **own)  # fmt: skip
-    yield "wide, shared bias", case({"bias": "pair", "bias_grad": True, **wide}, bias_shape=(1, 2, 17, 23), **own)  # fmt: skip
-    yield "wide, key weights", case({"key_weight": "float", "key_weight_grad": True, **wide}, weight_shape=(2, 2, 23), **own)  # fmt: skip
-    yield "wide, key heads shared", case({"lse_grad": True, **wide}, **short)
-    yield "wide, 64 keys", case({**wide}, heads_k=2, group=1, seq_q=40, seq_k=64)
-    yield "wide, many rows, dropout", case({"dropout": True, **wide}, dropout_p=0.4, heads_k=2, group=1, seq_q=70, seq_k=40)  # fmt: skip
-    yield "wide, key weights, key heads shared", case({"key_weight": "float", "key_weight_grad": True, **wide}, weight_shape=(2, 1, 2, 23),
-                                                      rank=5, lead=(2, 1), heads_k=2, **short)  # fmt: skip
-    yield "wide, bias of two batch dims", case({"bias": "pair", "bias_grad": True, **wide}, rank=5, lead=(2, 3),
-                                               bias_shape=(1, 3, 2, 17, 23), mask_shape=(2, 1, 1, 1, 23), **short)  # fmt: skip
     lens = {
         "rank": 3,
         "lead": (),
@@ -186,7 +172,29 @@ def named_cases():
                                                bias_shape=(2, 9 * 17 + 17 * 23), **lens)  # fmt: skip
 
 
-CASES = dict(named_cases())
+def wide_cases():
+    """Heads that are read in slices, where every head has keys of its own."""
+    wide = {"head_dim": 136, "head_dim_v": 72}
+    own = {"heads_k": 2, "group": 1, **SHORT}
+    yield "wide", case({"lse_grad": True, "window": True, "softcap": True, **wide}, causal=True, softcap=2.0, **own)  # fmt: skip
+    yield "wide, ALiBi and a sink", case({"head_dim": 320, "head_dim_v": 64, "alibi": True, "sink": "float"}, align="lower_right", **own)  # fmt: skip
+    yield "wide, unaligned rows, dropout", case({"head_dim": 129, "head_dim_v": 131, "dropout": True}, dropout_p=0.4, **own)  # fmt: skip
+    yield "wide, full bias", case({"bias": "pair", "bias_grad": True, "mask": True, **wide}, bias_shape=(2, 2, 17, 23),
+                                  mask_shape=(1, 1, 17, 23), mask_kind="rows", layout="bshd", **own)  # fmt: skip
+    yield "wide, bias of keys", case({"bias": "key", "bias_grad": True, **wide}, bias_shape=(2, 1, 1, 23), **own)  # fmt: skip
+    yield "wide, bias of queries", case({"bias": "pair", "bias_grad": True, **wide}, bias_shape=(2, 1, 17, 1), **own)  # fmt: skip
+    yield "wide, shared bias", case({"bias": "pair", "bias_grad": True, **wide}, bias_shape=(1, 2, 17, 23), **own)  # fmt: skip
+    yield "wide, key weights", case({"key_weight": "float", "key_weight_grad": True, **wide}, weight_shape=(2, 2, 23), **own)  # fmt: skip
+    yield "wide, key heads shared", case({"lse_grad": True, **wide}, **SHORT)
+    yield "wide, 64 keys", case({**wide}, heads_k=2, group=1, seq_q=40, seq_k=64)
+    yield "wide, many rows, dropout", case({"dropout": True, **wide}, dropout_p=0.4, heads_k=2, group=1, seq_q=70, seq_k=40)  # fmt: skip
+    yield "wide, key weights, key heads shared", case({"key_weight": "float", "key_weight_grad": True, **wide}, weight_shape=(2, 1, 2, 23),
+                                                      rank=5, lead=(2, 1), heads_k=2, **SHORT)  # fmt: skip
+    yield "wide, bias of two batch dims", case({"bias": "pair", "bias_grad": True, **wide}, rank=5, lead=(2, 3),
+                                               bias_shape=(1, 3, 2, 17, 23), mask_shape=(2, 1, 1, 1, 23), **SHORT)  # fmt: skip
+
+
+CASES = dict([*long_cases(), *short_cases(), *wide_cases()])
 for number, generated in enumerate(
     generate(SEED, GENERATED, lengths=SMALL_LENGTHS, score_limit=5000)
 ):

@@ -4,9 +4,10 @@
 #include <cstdint>
 
 #include "../../../ptx/cluster.cuh"
-#include "../../../ptx/push.cuh"
+#include "../../../ptx/mbarrier.cuh"
+#include "../../../ptx/shared.cuh"
 #include "../../../ptx/warpgroup.cuh"
-#include "cells.cuh"
+#include "lane_map.cuh"
 
 namespace flashsci::sm90::pair::half {
 

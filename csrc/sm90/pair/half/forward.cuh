@@ -11,6 +11,9 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "../../../ptx/cluster.cuh"
+#include "../../../ptx/mbarrier.cuh"
+#include "../../../ptx/shared.cuh"
 #include "../../../ptx/warpgroup.cuh"
 #include "../combine.cuh"
 #include "combine.cuh"

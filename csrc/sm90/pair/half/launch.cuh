@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "../../../include/flashsci_pair.h"
-#include "../../launch_beside.cuh"
+#include "../../launch_dependent.cuh"
 #include "../../tma_map.h"
 #include "../calls.cuh"
 #include "backward.cuh"
@@ -101,8 +101,9 @@ cudaError_t launch_backward_dim(const FlashsciBackwardParams& p, cudaStream_t st
   const int64_t tiles = plan.statistics_rows / kRowsOfBlock;
   const int64_t blocks = tiles * p.heads_q * p.batch0 * p.batch1;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  error = launch_beside<statistics_kernel<Op>>(blocks, kRowThreads, 0, stream, p, statistics,
-                                               plan.statistics_rows, static_cast<uint32_t>(tiles));
+  error =
+      launch_dependent<statistics_kernel<Op>>(blocks, kRowThreads, 0, stream, p, statistics,
+                                              plan.statistics_rows, static_cast<uint32_t>(tiles));
   if (error != cudaSuccess) return error;
   return launch_clusters<backward_kernel<C>>(queries + keys, std::min(p.seq_q, p.seq_k), kLaunched,
                                              shared_of<Storage<C>>(), true, p.device, stream, p,

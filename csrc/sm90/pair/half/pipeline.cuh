@@ -2,8 +2,10 @@
 // warpgroups work on them.
 #pragma once
 #include "../../../ptx/cluster.cuh"
-#include "../../../ptx/push.cuh"
-#include "cells.cuh"
+#include "../../../ptx/mbarrier.cuh"
+#include "../../../ptx/shared.cuh"
+#include "../../../ptx/tma.cuh"
+#include "lane_map.cuh"
 
 namespace flashsci::sm90::pair::half {
 

@@ -4,8 +4,7 @@
 #include <cstdint>
 
 #include "../../../ptx/ldmatrix.cuh"
-#include "../../../ptx/ldmatrix_x2.cuh"
-#include "cells.cuh"
+#include "lane_map.cuh"
 
 namespace flashsci::sm90::pair::half {
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "../../../core/head_coord.cuh"
+#include "../../../core/coord.cuh"
 #include "../../../core/softmax.cuh"
 #include "../../../ptx/warpgroup.cuh"
 #include "../calls.cuh"

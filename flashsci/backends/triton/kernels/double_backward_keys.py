@@ -33,7 +33,7 @@ from .scores import (
     reference_of,
     scores,
 )
-from .tangents import along_rows, second_order, softcap_bend, tangent_scores
+from .tangents import add_moved, along_rows, second_order, softcap_bend, tangent_scores
 
 
 @kernel
@@ -50,6 +50,7 @@ def double_backward_keys_kernel(
     Columns beyond the keys compute on zeros; their results stay in their own rows, which are not stored.
     """
     TRANSPOSED: tl.constexpr = F.BIAS != PLANE and F.MASK != PLANE
+    UNBOUNDED: tl.constexpr = tangents.weight is not None
     j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
     if j0 >= span.len_k:
         return
@@ -135,11 +136,9 @@ def double_backward_keys_kernel(
                     weight_sum += tl.sum(g, 1 if TRANSPOSED else 0)
                 if gv is not None:
                     w = drop(w, keep, mod)
-                    w = w.to(dout_rows[0].dtype)
-                    acc_v = add_product(w if TRANSPOSED else w.T, dout_rows, acc_v, PRECISION)
+                    acc_v = add_moved(w, dout_rows, acc_v, PRECISION, not TRANSPOSED, UNBOUNDED)
                 if gk is not None:
-                    f_raw = f_raw.to(q_rows[0].dtype)
-                    acc_k = add_product(f_raw if TRANSPOSED else f_raw.T, q_rows, acc_k, PRECISION)
+                    acc_k = add_moved(f_raw, q_rows, acc_k, PRECISION, not TRANSPOSED, UNBOUNDED)
                     if tq_rows is not None:
                         e_raw = e_raw.to(q_rows[0].dtype)
                         acc_k = add_product(

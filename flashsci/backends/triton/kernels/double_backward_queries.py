@@ -32,7 +32,7 @@ from .scores import (
     scores,
     store_plane,
 )
-from .tangents import second_order, softcap_bend, tangent_scores
+from .tangents import add_moved, second_order, softcap_bend, tangent_scores
 
 
 @kernel
@@ -117,7 +117,7 @@ def double_backward_queries_kernel(
             if BIAS_GRADIENT == ROW_SUMS:
                 row_sums += tl.sum(f, 1)
             if gq is not None:
-                acc = add_product(f_raw, k_rows, acc, PRECISION)
+                acc = add_moved(f_raw, k_rows, acc, PRECISION, False, tangents.weight is not None)
                 if tk_rows is not None:
                     acc = add_product(e_raw, tk_rows, acc, PRECISION)
 

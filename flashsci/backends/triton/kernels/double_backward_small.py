@@ -35,7 +35,7 @@ from .scores import (
     scores,
     store_plane,
 )
-from .tangents import second_order, softcap_bend, tangent_scores
+from .tangents import add_moved, second_order, softcap_bend, tangent_scores
 
 
 @kernel
@@ -76,6 +76,7 @@ def double_backward_small_kernel(
             return
         # Even with wrong cu_seqlens, a program stays within its tile.
         span = within_tile(span, mod, BLOCK)
+    UNBOUNDED: tl.constexpr = tangents.weight is not None
     i = tl.arange(0, BLOCK)
     inside = i < span.len_q
 
@@ -147,11 +148,11 @@ def double_backward_small_kernel(
         w_kept = kept * (t - row_mean[:, None])
         if tweights is not None:
             w_kept += kept_extra
-        w_kept = w_kept.to(q_rows[0].dtype)
-        tout_rows = add_product(w_kept, v_rows, zero_chunks(BLOCK, V), PRECISION)
+        tout_rows = zero_chunks(BLOCK, V)
+        tout_rows = add_moved(w_kept, v_rows, tout_rows, PRECISION, False, UNBOUNDED)
         if tv_rows is not None:
             tout_rows = add_product(kept, tv_rows, tout_rows, PRECISION)
-        acc_v = add_product(w_kept.T, dout_rows, acc_v, PRECISION)
+        acc_v = add_moved(w_kept, dout_rows, acc_v, PRECISION, True, UNBOUNDED)
         row_delta = row_dot(dout_rows, out_rows)
         if dlse is not None:
             row_delta -= tl.load(dlse + position, mask=inside, other=0.0)
@@ -177,17 +178,17 @@ def double_backward_small_kernel(
         if BIAS_GRADIENT == COLUMN_SUMS:
             first = flat_row(at.b, head.h, sizes.heads, span.start_k, sizes.size_k, F.VARLEN)
             tl.store(gbias + first + i, tl.sum(f, 0), mask=i < span.len_k)
-        f_raw = f_raw.to(q_rows[0].dtype)
         e_raw = e_raw.to(q_rows[0].dtype)
         if gq is not None:
-            acc_q = add_product(f_raw, k_rows, zero_chunks(BLOCK, D), PRECISION)
+            acc_q = zero_chunks(BLOCK, D)
+            acc_q = add_moved(f_raw, k_rows, acc_q, PRECISION, False, UNBOUNDED)
             if tk_rows is not None:
                 acc_q = add_product(e_raw, tk_rows, acc_q, PRECISION)
             gq_tile = rows_of(gq, gq_strides, at, head.h, span.start_q, D.VECTOR)
             acc_q = scale_chunks(acc_q, mod.scale)
             store_chunks(gq_tile, gq_strides, span.len_q, sizes.head_dim, acc_q, BLOCK, D)
         if gk is not None:
-            acc_k = add_product(f_raw.T, q_rows, acc_k, PRECISION)
+            acc_k = add_moved(f_raw, q_rows, acc_k, PRECISION, True, UNBOUNDED)
             if tq_rows is not None:
                 acc_k = add_product(e_raw.T, tq_rows, acc_k, PRECISION)
 

@@ -28,7 +28,7 @@ from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
-from .tangents import tangent_scores
+from .tangents import add_moved, tangent_scores
 
 
 @kernel
@@ -121,7 +121,9 @@ def jvp_kernel(
                         v_rows = load_from(
                             v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1
                         )  # fmt: skip
-                        acc = add_product(change, v_rows, acc, PRECISION)
+                        acc = add_moved(
+                            change, v_rows, acc, PRECISION, False, tangents.weight is not None
+                        )
                 if tangents.v is not None and sweep == SWEEPS - 1:
                     tv_rows = load_from(
                         tv_head, tangent_strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1

@@ -15,12 +15,15 @@ Without key weights w is 1, tw is 0. At w = 0, N is still defined: nothing here 
 tQ, tK, tV, tB, tw are tangents of q, k, v, bias, w in forward mode, and cotangents of dq, dk, dv, dbias, dw in double
 backward: the same numbers, because the double backward of <tx, dx> is the tangent of the backward. Any of them may be
 absent (None), for zero, and then costs nothing.
+
+N has no bound at keys of weight zero. With tw, W and F have none either, and are scaled before they are rounded to fp16
+(`add_moved`). Nothing else is multiplied in fp16 that could be larger than the inputs make it.
 """
 
 import triton
 import triton.language as tl
 
-from .chunks import score_chunks
+from .chunks import add_product, dot, score_chunks
 from .scores import load_plane, tanh
 
 
@@ -87,3 +90,27 @@ def second_order(
 def along_rows(x, TRANSPOSED: tl.constexpr):
     """A number per query in the shape that broadcasts to a tile of scores."""
     return x[None, :] if TRANSPOSED else x[:, None]
+
+
+@triton.jit
+def add_moved(x, rows, acc, PRECISION: tl.constexpr, TURNED: tl.constexpr, UNBOUNDED: tl.constexpr):
+    """acc + x rows or, TURNED, acc + x^T rows, for a tile x of W or F.
+
+    UNBOUNDED: there is a tangent of key weights. Where the rows of the result come from numbers of x that fp16 cannot
+    hold, these are multiplied by a power of two, and their product by its inverse: both are exact.
+    """
+    if UNBOUNDED and rows[0].dtype == tl.float16:
+        exponent = tl.max(tl.abs(x), 0 if TURNED else 1).to(tl.int32, bitcast=True) >> 23
+        excess = tl.maximum(exponent - (127 + 14), 0)  # below 2^15 nothing is scaled
+        smaller = ((127 - excess) << 23).to(tl.float32, bitcast=True)
+        larger = ((127 + excess) << 23).to(tl.float32, bitcast=True)
+        x = (x * (smaller[None, :] if TURNED else smaller[:, None])).to(tl.float16)
+        x = x.T if TURNED else x
+        a0 = acc[0] + dot(x, rows[0], None, PRECISION) * larger[:, None]
+        if len(rows) == 2:
+            return a0, acc[1] + dot(x, rows[1], None, PRECISION) * larger[:, None]
+        else:
+            return (a0,)
+    else:
+        x = x.to(rows[0].dtype)
+        return add_product(x.T if TURNED else x, rows, acc, PRECISION)

@@ -247,7 +247,7 @@ inline uint64_t wgmma_descriptor_span64(uint32_t address) {
   return address >> 4 | uint64_t{1} << 16 | uint64_t{512 >> 4} << 32 | uint64_t{2} << 62;
 }
 
-// mma.sync: see csrc/ptx/mma_f16.cuh for what each lane holds.
+// mma.sync: see csrc/ptx/mma.cuh for what each lane holds.
 inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                          bool bf16) {
   const auto rows = exchange(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
@@ -270,7 +270,7 @@ inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0
   mma_m16n8k16(c, a, b0, b1, true);
 }
 
-// TF32 operands: the upper 19 bits count. See csrc/ptx/mma_tf32.cuh.
+// TF32 operands: the upper 19 bits count. See csrc/ptx/mma.cuh.
 inline void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   const auto rows = exchange(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
   const auto columns = exchange(std::array<uint32_t, 2>{b[0], b[1]});

@@ -1,0 +1,215 @@
+"""The library's decisions that depend on the layout of tensors, asked by rehearsals once for each kind of call.
+
+No condition of a kernel is repeated here. A tensor is described by its sizes, strides and dtype; a size that a compiler
+keeps symbolic is the one that it traces with.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flashsci.backends.cuda import library, rehearsal
+from flashsci.call.ops import NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
+from flashsci.call.problem import Problem
+from flashsci.call.tracing import is_traced, modes, tracer_paused
+
+
+class Described(NamedTuple):
+    """A tensor without its memory: the properties that launchers decide by."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int  # elements between its first one and a multiple of 16 bytes
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> Described:
+        """The description of a tensor of any kind.
+
+        Raises:
+            Unknown: a size depends on data, so that a compiler has no example of it.
+        """
+        dtype = x.dtype
+        sizes: Any = x.shape
+        strides: Any = x.stride()
+        first: Any = x.storage_offset()
+        if modes() or type(x) not in (Tensor, Parameter):  # else there are no symbols
+            sizes, strides = (tuple(map(_number, numbers)) for numbers in (sizes, strides))
+            first = _number(first)
+        return cls(sizes, strides, first % (16 // dtype.itemsize), dtype)
+
+    def contiguous(self) -> Described:
+        steps = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
+        return self._replace(strides=tuple(steps), offset=0)
+
+    def tensor(self) -> Tensor:
+        """A tensor on "meta" with this description."""
+        last = sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True) if n > 1)
+        memory = torch.empty(self.offset + last + 1, dtype=self.dtype, device="meta")
+        return memory.as_strided(self.sizes, self.strides, self.offset)
+
+
+class Unknown(Exception):
+    """A size depends on data."""
+
+
+def _number(n: Any) -> Any:
+    """A number, or the one that a compiler traces with."""
+    if not isinstance(n, torch.SymInt | torch.SymFloat):
+        return n
+    hint = n.node.hint if n.node.has_hint() else None
+    if hint is None:
+        raise Unknown
+    return hint
+
+
+_Described = tuple[Described | None, ...]
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """A context in which no mode, transform or tracer sees an op: a question is no part of a program."""
+    with _disable_current_modes(), torch._C._DisableFuncTorch(), tracer_paused():
+        yield
+
+
+def device_of(device: torch.device) -> rehearsal.Device:
+    """The properties of a tensor's device; elsewhere than on a GPU of this machine those of Hopper."""
+    real = device.type == "cuda" and torch.cuda.is_available()
+    return rehearsal.Device.of(device) if real else rehearsal.H100
+
+
+def _describe(*tensors: Tensor | None) -> _Described:
+    return tuple([None if x is None else Described.of(x) for x in tensors])
+
+
+def _known(scalars: Scalars) -> Scalars:
+    return Scalars(*map(_number, scalars)) if modes() else scalars
+
+
+def _tensors(described: _Described) -> list[Any]:
+    return [None if x is None else x.tensor() for x in described]
+
+
+def _answer(ask: Callable[..., rehearsal.Kernels | None], *given: Any) -> rehearsal.Kernels | None:
+    """The kernels that a rehearsal names; None also for dtypes and features that the ops refuse."""
+    try:
+        return ask(*given)
+    except RuntimeError:
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward(
+    tensors: _Described, scalars: Scalars, generation: int, device: torch.device
+) -> rehearsal.Kernels | None:
+    with unobserved():
+        given = Tensors(*_tensors(tensors))
+        return _answer(rehearsal.forward_kernels, given, scalars, device_of(device), generation)
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward(
+    tensors: _Described,
+    results: _Described,
+    scalars: Scalars,
+    need: int,
+    generation: int,
+    device: torch.device,
+) -> rehearsal.Kernels | None:
+    """``results``: out and lse; dout is like out."""
+    with unobserved():
+        out, lse = _tensors(results)
+        saved = Saved(Tensors(*_tensors(tensors)), out, lse, scalars)
+        options = need, device_of(device), generation
+        return _answer(rehearsal.backward_kernels, out, None, saved, *options)
+
+
+def forward(
+    tensors: Tensors, scalars: Scalars, generation: int = 0, device: torch.device | None = None
+) -> rehearsal.Kernels | None:
+    """The kernels that compute out and lse.
+
+    Args:
+        generation: 75, 80 or 90: only its kernels.
+        device: None: that of the tensors.
+
+    Returns:
+        () if there is no score; None if no kernel takes the call, or no library is here.
+    """
+    if library.load() is not None:
+        return None
+    try:
+        with tracer_paused():
+            given = _describe(*tensors), _known(scalars)
+    except Unknown:
+        return None
+    return _forward(*given, generation, device or tensors.q.device)
+
+
+def backward(
+    saved: Saved, need: int, generation: int = 0, device: torch.device | None = None
+) -> rehearsal.Kernels | None:
+    """The kernels that compute the gradients named by ``need``, of a dout like out; as :func:`forward`."""
+    if library.load() is not None:
+        return None
+    try:
+        with tracer_paused() if is_traced() else nullcontext():
+            tensors, results = _describe(*saved.tensors), _describe(saved.out, saved.lse)
+            scalars = _known(saved.scalars)
+    except Unknown:
+        return None
+    where = device or saved.tensors.q.device
+    return _backward(tensors, results, scalars, need, generation, where)
+
+
+def hopper_takes(saved: Saved, need: int, device: torch.device | None = None) -> bool:
+    """Whether the newest kernels take the bias, mask or key weights of a call in their memory layout.
+
+    The gradients' backend depends on the answer, because a kernel that another backend replaces must not be launched.
+    These kernels are those of sm90, and csrc/sm80/small, which the library tries before them.
+    """
+    given = saved.tensors
+    if given.bias is None and given.mask is None and given.key_weight is None:
+        return True
+    kernels = backward(saved, need, device=device)
+    return kernels is not None and all(x.startswith(("sm90/", "sm80/small/")) for x in kernels[:1])
+
+
+def takes_weights(tensors: Tensors, scalars: Scalars) -> bool:
+    """Whether the library takes the key weights of a call, of which it copies rows that begin anywhere."""
+    if tensors.bias is not None or library.load() is not None:
+        return False
+    try:
+        with tracer_paused():
+            given, options = _describe(*tensors), _known(scalars)
+    except Unknown:
+        return False
+    rows = [x.contiguous() for x in given[:3] if x is not None]
+    return _forward((*rows, *given[3:]), options, 0, tensors.q.device) is not None
+
+
+def backward_of(problem: Problem) -> rehearsal.Kernels | None:
+    """The kernels for the gradients of q, k and v of a dense call without other tensors, which are contiguous; None
+    also where a size is not known."""
+    p = problem
+    if p.varlen or p.batch is None or p.seq_q is None or p.seq_k is None or p.capability is None:
+        return None
+    sizes = [(p.heads_q, p.seq_q, p.head_dim), (p.heads_k, p.seq_k, p.head_dim), (p.heads_k, p.seq_k, p.head_dim_v)]  # fmt: skip
+    leading = (math.prod(p.batch),)
+    with unobserved():
+        q, k, v = (torch.empty(*leading, *n, dtype=p.dtype, device="meta") for n in sizes)
+        tensors = Tensors(q, k, v)
+        window = p.window_left, p.window_right
+        scalars = Scalars(-1, -1, 1.0, p.softcap, *window, p.lower_right, 0.0, p.precision, p.deterministic)  # fmt: skip
+        saved = Saved(tensors, *fake_forward(tensors), scalars)
+    return backward(saved, NEED_Q | NEED_K | NEED_V)

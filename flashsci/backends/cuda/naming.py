@@ -1,0 +1,103 @@
+"""The kernels of a call by the names of their folders, as `flashsci.explain` shows them; no call is made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashsci.backends.cuda import decisions, layouts, library, rehearsal
+from flashsci.backends.cuda.paged import misfit
+from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
+from flashsci.call.ops import Saved, Scalars, Tensors, fake_forward
+from flashsci.call.paged_ops import PagedScalars, PagedTensors
+from flashsci.call.problem import Problem
+from flashsci.choice.backends import FORWARD_OF_CUDA
+from flashsci.choice.gradients import Choice, Kernels
+from flashsci.choice.gradients import gradients as gradients_of
+
+_Tensor = TypeVar("_Tensor", Tensor, None)
+
+
+def without_memory(x: _Tensor) -> _Tensor:
+    """A tensor on "meta" with the layout of this one, so that views and copies of it cost nothing."""
+    return None if x is None else decisions.Described.of(x).tensor()
+
+
+def _generation(name: str) -> int:
+    """The generation of kernels that a backend is restricted to; 0: none."""
+    return int(name.rpartition(":sm")[2]) if ":sm" in name else 0
+
+
+def _named(kernels: rehearsal.Kernels | None) -> str | None:
+    """The folders of kernels; those of parts that generations share are left out."""
+    folders = rehearsal.folders(kernels or ())
+    return " + ".join(name for name in folders if name.startswith("sm")) or None
+
+
+class Named(NamedTuple):
+    """The kernels of a call, and of its gradients with the choice of their backend; None: not of this library."""
+
+    kernel: str | None
+    gradient_kernel: str | None = None
+    gradients: Kernels | None = None
+
+
+def attention(
+    choice: Choice,
+    problem: Problem,
+    tensors: Tensors,
+    scalars: Scalars,
+    need: int,
+    device: torch.device,
+) -> Named:
+    """The kernels of a dense or packed call that was chosen so.
+
+    Args:
+        tensors: without memory, in the ranks that backends take.
+        need: the gradients that are wanted; 0: none.
+        device: that of the call.
+    """
+    generation, own = _generation(choice.forward), choice.forward in FORWARD_OF_CUDA
+    rows = layouts.whole_rows(tensors.inner_contiguous(None))
+    kernels = decisions.forward(rows, scalars, generation, device) if own else None
+    # Only these kernels take a bias whose heads are neighbours in memory in both passes; others get a copy.
+    in_place = kernels is not None and any(x.startswith("sm90/pair/") for x in kernels)
+    if not in_place:
+        rows = rows.inner_contiguous()
+        kernels = decisions.forward(rows, scalars, generation, device) if own else None
+    if not need:
+        return Named(_named(kernels))
+    saved = Saved(rows, *fake_forward(rows), scalars)
+    chosen = Kernels(choice.forward)
+    if not in_place:
+        takes = decisions.hopper_takes(saved, need, device)
+        chosen = gradients_of(choice, replace(problem, inner_heads=False), takes)
+    if chosen.backend not in FORWARD_OF_CUDA:
+        return Named(_named(kernels), None, chosen)
+    found = decisions.backward(saved, need, _generation(chosen.backend), device)
+    return Named(_named(kernels), _named(found), chosen)
+
+
+def paged(
+    name: str, tensors: PagedTensors, out: Tensor, scalars: PagedScalars, device: torch.device
+) -> tuple[str | None, str | None]:
+    """The kernels of a paged call, tensors without memory; or why no kernel takes their layout."""
+    if library.load() is not None:
+        return None, None
+    if tensors.sink is not None:
+        tensors = tensors._replace(sink=tensors.sink.float())
+    with decisions.unobserved():
+        described = decisions.device_of(device)
+        found = rehearsal.paged_kernels(tensors, out, scalars, described, _generation(name))
+    return _named(found), misfit(tensors, out) if found is None else None
+
+
+def fp8(tensors: FP8Tensors, scalars: FP8Scalars, device: torch.device) -> str | None:
+    """The kernel of a call on 8-bit floats, tensors without memory."""
+    if library.load() is not None:
+        return None
+    with decisions.unobserved():
+        return _named(rehearsal.fp8_kernels(tensors, scalars, decisions.device_of(device)))

@@ -1,0 +1,182 @@
+"""One call on one backend: its results and every derivative, by name, and the same call without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.testing.inputs import Inputs
+
+LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
+
+
+def evaluate(
+    inputs: Inputs, backend: str = "auto", lse: bool = True, **options: Any
+) -> dict[str, Tensor]:
+    """out, lse and the gradients of one call, by name (see TENSORS), by the backend asked for and never another.
+
+    Args:
+        inputs: dense or packed; ``dout`` None: forward alone; with tangents: the second order, too.
+        backend: as in :func:`flashsci.attention`.
+        lse: whether to ask for the lse even if there is no ``dlse`` (the sdpa backend has none).
+        options: replace options of ``inputs``.
+
+    Raises:
+        BackendError: the backend cannot serve the call.
+    """
+    import flashsci
+
+    lse = not inputs.residual and (lse or inputs.dlse is not None)
+    learning = inputs.has_gradients
+    leaves: dict[str, Tensor] = {
+        n: getattr(inputs, n).detach().requires_grad_(learning) for n in ("q", "k", "v")
+    }
+    learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True}
+    for name, learnt in learnt_of.items():
+        x = getattr(inputs, name)
+        if x is not None:
+            leaves[name] = x.detach().requires_grad_(learning and learnt)
+    arguments: dict[str, Any] = dict(inputs.options, return_lse=lse, backend=backend)
+    if inputs.dropout_seed is not None:
+        arguments["dropout_seed"] = inputs.dropout_seed
+    if inputs.alibi_slopes is not None:
+        arguments["alibi_slopes"] = inputs.alibi_slopes
+    arguments.update(options)
+    if inputs.residual:
+        names = ("scale", "dropout_p", "dropout_seed", "precision", "backend")
+        arguments = {n: x for n, x in arguments.items() if n in names}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+        optional = dict(zip(LEAVES[3:], others, strict=True))
+        given = arguments | {name: x for name, x in optional.items() if x is not None}
+        with flashsci.use_backend(backend, strict=True):
+            if inputs.residual:
+                return flashsci.residual_attention(q, k, v, **given)
+            if inputs.cu_seqlens_q is not None:
+                result = flashsci.varlen_attention(
+                    q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given
+                )
+            else:
+                result = flashsci.attention(q, k, v, mask=inputs.mask, **given)
+        return result if lse else (result,)
+
+    tensors: list[Any] = [leaves.get(n) for n in LEAVES]
+    second = "scores" if inputs.residual else "lse"
+    with _saving(inputs.execution if learning else ""):
+        found = dict(zip(("out", second), call(*tensors), strict=False))
+    if learning:
+        wanted = {f"d{n}": x for n, x in leaves.items() if x.requires_grad}
+        dout, dlse = inputs.dout, inputs.dlse
+        ends, cotangents = ([], []) if dout is None else ([found["out"]], [dout])
+        if inputs.dscores is not None:
+            ends.append(found["scores"])
+            cotangents.append(inputs.dscores)
+        if dlse is not None:
+            dlse = dlse.to(found["lse"].dtype)
+            ends.append(found["lse"])
+            cotangents.append(dlse)
+        if not inputs.tangents:
+            # The gradient of scores alone does not reach v.
+            batched = inputs.execution == "batched"
+            if batched:
+                cotangents = [torch.stack((-x, x)) for x in cotangents]
+            gradients = torch.autograd.grad(
+                ends,
+                list(wanted.values()),
+                cotangents,
+                materialize_grads=inputs.residual,
+                is_grads_batched=batched,
+            )
+            if batched:
+                gradients = tuple(x[1] for x in gradients)
+            found.update(zip(wanted, gradients, strict=True))
+        else:
+            cotangents = [x.detach().requires_grad_() for x in cotangents]
+            gradients = torch.autograd.grad(
+                ends, list(wanted.values()), cotangents, create_graph=True
+            )
+            found.update(zip(wanted, gradients, strict=True))
+            found.update(_second_order(inputs, wanted, found, cotangents))
+            found.update(_forward_mode(inputs, tensors, call))
+    return {name: x.detach() for name, x in found.items()}
+
+
+@contextmanager
+def _saving(execution: str) -> Iterator[None]:
+    """A context in which autograd's saved tensors come back as ``execution`` says."""
+    if execution != "hooks":
+        yield
+        return
+
+    def turned(x: Tensor) -> Tensor:
+        return x if x.dim() < 2 else x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, turned):
+        yield
+
+
+def check_alone(inputs: Inputs, backend: str, found: dict[str, Tensor], lse: bool = True) -> None:
+    """Require the same bits from the same call without gradients, of tensors at other addresses.
+
+    The values that are kept for repeated calls must not depend on the tensors that they were made for, and inference
+    must use the same kernels.
+
+    Args:
+        inputs, backend, lse: as of :func:`evaluate`, which gave ``found`` with gradients.
+
+    Raises:
+        AssertionError: other bits.
+    """
+    alone = inputs.elsewhere().forward_alone()
+    for name, x in evaluate(alone, backend, lse, deterministic=False).items():
+        same = x.shape == found[name].shape and torch.equal(_bits(x), _bits(found[name]))
+        assert same, f"{name}: other bits without gradients, or of tensors at other addresses"
+
+
+def _bits(x: Tensor) -> Tensor:
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(kinds[x.element_size()])
+
+
+def _second_order(
+    inputs: Inputs, leaves: dict[str, Tensor], found: dict[str, Tensor], cotangents: list[Tensor]
+) -> dict[str, Tensor]:
+    """Gradients of <tangents, first gradients> by every tensor that can have one."""
+    chosen = [
+        (found[f"d{n[1:]}"], t.to(found[f"d{n[1:]}"].dtype)) for n, t in inputs.tangents.items()
+    ]
+    wanted = {f"g{n[1:]}": x for n, x in leaves.items()}
+    wanted.update(zip(("gdout", "gdlse"), cotangents, strict=False))
+    gradients = torch.autograd.grad(
+        [x for x, _ in chosen], list(wanted.values()), [t for _, t in chosen], allow_unused=True
+    )
+    return {
+        name: torch.zeros_like(x) if g is None else g
+        for (name, x), g in zip(wanted.items(), gradients, strict=True)
+    }
+
+
+def _forward_mode(inputs: Inputs, tensors: list[Tensor | None], call: Any) -> dict[str, Tensor]:
+    """Tangents of out and lse."""
+    from torch.autograd import forward_ad
+
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = []
+        for name, x in zip(LEAVES, tensors, strict=True):
+            tangent = inputs.tangents.get(f"t{name}")
+            x = None if x is None else x.detach()
+            if x is not None and tangent is not None:
+                # torch gives a tangent the layout of its tensor, and cannot do so in expanded memory.
+                x = x.contiguous() if 0 in x.stride() else x
+                x = forward_ad.make_dual(x, tangent.to(x.dtype))
+            duals.append(x)
+        results = dict(zip(("tout", "tlse"), call(*duals), strict=False))
+        tangents = {name: (forward_ad.unpack_dual(x), x) for name, x in results.items()}
+        return {
+            name: torch.zeros_like(x) if pair.tangent is None else pair.tangent
+            for name, (pair, x) in tangents.items()
+        }

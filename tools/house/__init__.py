@@ -1,0 +1,1 @@
+"""Counts of the repository about itself: size, the way of a call, names, long functions."""
