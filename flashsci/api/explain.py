@@ -157,11 +157,14 @@ def _with_kernels(
         heads_first = (x.transpose(0, 1) for x in rows[:3])
         rows = Tensors._make((*heads_first, *rows[3:]))
     scalars = options.scalars(q.shape[-1], *longest)
-    kernels = naming.attention(choice, found.problem, rows, scalars, need, q.device)
+    copied = replace(found.problem, inner_heads=False)  # the bias, where kernels do not take it in place
+
+    def whose(strides: bool) -> str | None:
+        return gradients_of(choice, copied, strides).backend
+
+    kernels = naming.attention(choice.forward, rows, scalars, need, q.device, whose)
     found = replace(found, kernel=kernels.kernel, gradient_kernel=kernels.gradient_kernel)
-    taken = (
-        by_cuda and kernels.gradients is not None and kernels.gradients.backend == choice.forward
-    )
+    taken = by_cuda and kernels.gradients == choice.forward
     if taken and gradients_of(choice, found.problem).backend != choice.forward:
         # The remark is of other strides than these.
         others = {n: remark for n, remark in found.remarks.items() if n != found.chosen}

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from flashsci.call.ops import (
-    LIBRARY,
     PASSES,
     Saved,
     Scalars,
@@ -34,6 +33,7 @@ from flashsci.call.ops import (
     plain,
 )  # fmt: skip
 from flashsci.call.plans import Plan
+from flashsci.call.schemas import LIBRARY
 from flashsci.call.tracing import transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.gradients import unwritten, written
