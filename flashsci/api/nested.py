@@ -39,8 +39,8 @@ def attention(
         jagged = x.is_nested and x.layout == torch.jagged
         if not (jagged and x.dim() == q.dim() and x.dim() in (3, 4)):
             raise ValueError(
-                f"q is nested, so {name} must be a jagged nested tensor like it: "
-                "[B, H, j, D] or [B, j, D]"
+                f"q is a nested tensor; then q, k and v must all be jagged nested tensors [B, H, j, D] or [B, j, D], got {name} "
+                f"with layout {x.layout} and {x.dim()} dims; torch.nested.nested_tensor(..., layout=torch.jagged) makes one"
             )
     offsets_q, offsets_k = q.offsets(), k.offsets()  # type: ignore[attr-defined]
     cu_seqlens = offsets_q.to(torch.int32), offsets_k.to(torch.int32)

@@ -276,7 +276,9 @@ class _GappySeqInfo(_SeqLenInfo):
             yield start, start + length
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
-        raise NotImplementedError("sequences with room between them cannot be split")
+        raise NotImplementedError(
+            "keys with padding between sequences cannot be split; split them before the padding is added"
+        )
 
 
 @dataclass
@@ -388,7 +390,7 @@ class BlockDiagonalMask(_PackedBias):
         """The sequences of ``[1, M, *]``; for self-attention."""
         if self.q_seqinfo is not self.k_seqinfo:
             raise ValueError(
-                "queries and keys have lengths of their own; split_queries or split_kv says whose to take"
+                "the queries have other lengths than the keys; call split_queries or split_kv instead of split"
             )
         return self.split_queries(tensor)
 

@@ -279,8 +279,8 @@ def _split(
         return True
     if learnt and max(lengths) == 1:
         raise ValueError(
-            f"with one query on each rank a {name} of one row may be shared or split, which its gradient must know; split "
-            "the sequence over fewer ranks"
+            f"a {name} of one row is ambiguous where each rank has one query: it may be the same row on all ranks, or each rank's "
+            "own row, and its gradient differs between the two; split the sequence over fewer ranks"
         )
     return False
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 
 _TOKEN = re.compile(
-    r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|^[ \t]*#(?:\\\n|[^\n])*|[{};]",
-    re.DOTALL | re.MULTILINE,
+    r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|[{};]",
+    re.DOTALL,
 )
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|^\s*#[^\n]*", re.DOTALL | re.MULTILINE)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _SCOPE = re.compile(r"\s*(?:template\s*<[^{]*>\s*)?(?:namespace|struct|class|union|extern)\b")
 _FUNCTION = re.compile(r"\)[^()]*$")
 _LOOP = re.compile(r"\b(?:for|while) \(")
 _NOT_NAMES = {"__launch_bounds__", "__attribute__", "decltype", "alignas"}
+_DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n\\]|\\\n|\\.)*", re.MULTILINE)
 
 
 def functions(source: str) -> list[tuple[str, int]]:
     """(name, lines) of every function defined in a namespace or a class; what is inside of functions counts as theirs."""
+    source = _DIRECTIVE.sub(lambda m: "\n" * m[0].count("\n"), source)
     found: list[tuple[str, int]] = []
     scopes: list[tuple[str, int]] = []  # name of a function, or "" for a namespace or class; line
     nested = 0  # braces inside a function

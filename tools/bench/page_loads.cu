@@ -8,12 +8,12 @@
 
 #include <cstdint>
 
-#include "../csrc/ptx/bulk.cuh"
-#include "../csrc/ptx/cp_async.cuh"
-#include "../csrc/ptx/mbarrier.cuh"
-#include "../csrc/ptx/shared.cuh"
-#include "../csrc/ptx/tma.cuh"
-#include "../csrc/sm90/tma_map.h"
+#include "../../csrc/ptx/bulk.cuh"
+#include "../../csrc/ptx/cp_async.cuh"
+#include "../../csrc/ptx/mbarrier.cuh"
+#include "../../csrc/ptx/shared.cuh"
+#include "../../csrc/ptx/tma.cuh"
+#include "../../csrc/sm90/tma_map.h"
 
 // Strides in bytes.
 struct Layout {

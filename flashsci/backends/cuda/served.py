@@ -44,7 +44,7 @@ def _limit(kind: str, generation: int, problem: Problem, strides: bool) -> str |
             return f"the head dims of its float32 backward end at 128 on this device, and this call has {widest}"
         return None
     if generation == 90 and not strides and (problem.bias or problem.mask):
-        return "its Hopper kernels take a bias or a mask in some strides only"
+        return "its Hopper kernels take a bias or a mask only where its keys are neighbours in memory (stride 1)"
     if generation == 75 and kind == "backward" and widest > 128:
         return f"the head dims of its Turing backward end at 128, and this call has {widest}"
     odd = problem.head_dim % 8 or problem.head_dim_v % 8
