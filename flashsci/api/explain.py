@@ -157,7 +157,9 @@ def _with_kernels(
         heads_first = (x.transpose(0, 1) for x in rows[:3])
         rows = Tensors._make((*heads_first, *rows[3:]))
     scalars = options.scalars(q.shape[-1], *longest)
-    copied = replace(found.problem, inner_heads=False)  # the bias, where kernels do not take it in place
+    copied = replace(
+        found.problem, inner_heads=False
+    )  # the bias, where kernels do not take it in place
 
     def whose(strides: bool) -> str | None:
         return gradients_of(choice, copied, strides).backend

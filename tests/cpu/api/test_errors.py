@@ -492,7 +492,14 @@ def test_nested_tensors_take_no_bias():
     x = torch.nested.nested_tensor([draw(3, 8), draw(2, 8)], layout=torch.jagged)
     refuses(ValueError, "varlen_attention", flashsci.attention, x, x, x, bias=draw(1))
     refuses(ValueError, "varlen_attention", flashsci.attention, x, x, x, key_weight=draw(1))
-    refuses(ValueError, "jagged nested tensors.* got k with layout torch.strided", flashsci.attention, x, draw(2, 3, 8), x)
+    refuses(
+        ValueError,
+        "jagged nested tensors.* got k with layout torch.strided",
+        flashsci.attention,
+        x,
+        draw(2, 3, 8),
+        x,
+    )
 
 
 def test_errors_are_the_same_with_a_cached_plan():
