@@ -179,7 +179,7 @@ def attention(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
     )
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        given = fp8.Given(
+        given = fp8.FP8Options(
             q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink
         )
         options = arguments.Options.of(

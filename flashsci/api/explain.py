@@ -89,7 +89,7 @@ def _attention(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     offsets = {name: given[name] for name in _OFFSETS if packed}
     longest = given.get("max_seqlen_q"), given.get("max_seqlen_k")
     if q.dtype == fp8.FP8 or any(x is not None for x in of_fp8.values()):
-        scaled = fp8.Given(**of_fp8, **others)
+        scaled = fp8.FP8Options(**of_fp8, **others)
         return _fp8(backend, (q, k, v), scaled, shared, tuple(offsets.values()), longest)
     q, k, v = autocast(q, k, v)
     if "bias" in others:
@@ -177,7 +177,7 @@ def _with_kernels(
 def _fp8(
     backend: str,
     rows: tuple[Tensor, Tensor, Tensor],
-    given: fp8.Given,
+    given: fp8.FP8Options,
     options: arguments.Options,
     offsets: tuple[Any, ...],
     longest: tuple[int | None, int | None],

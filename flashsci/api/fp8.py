@@ -17,7 +17,7 @@ from flashsci.choice.choose import decide
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class Given(NamedTuple):
+class FP8Options(NamedTuple):
     """The tensors and options of a call that `attention` and `varlen_attention` pass on together."""
 
     q_scale: Tensor | None
@@ -33,7 +33,7 @@ class Given(NamedTuple):
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, given: Given, options: arguments.Options, backend: str
+    q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments.Options, backend: str
 ) -> Any:
     """`flashsci.attention` of 8-bit floats: out, or with return_lse (out, lse)."""
     call = describe(q, k, v, given, options)
@@ -72,7 +72,7 @@ def packed(
     v: Tensor,
     cu_seqlens: tuple[Tensor, Tensor],
     longest: tuple[int | None, int | None],
-    given: Given,
+    given: FP8Options,
     options: arguments.Options,
     validate: bool,
     backend: str,
@@ -96,7 +96,7 @@ def describe(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    given: Given,
+    given: FP8Options,
     options: arguments.Options,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Any, ...]:
@@ -143,7 +143,7 @@ def describe(
     return facts(q, v, *heads, features)
 
 
-def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor, given: Given) -> None:
+def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor, given: FP8Options) -> None:
     dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
     if FP8 in (q.dtype, k.dtype, v.dtype):
         raise TypeError(

@@ -142,7 +142,7 @@ def varlen_attention(
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
     validate = arguments.flag("validate", validate)
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        given = fp8.Given(
+        given = fp8.FP8Options(
             q_scale, k_scale, v_scale, out_dtype, bias, key_weight, None, alibi_slopes, sink
         )
         edges = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
