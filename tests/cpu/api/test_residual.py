@@ -181,7 +181,7 @@ def test_repeated_calls(monkeypatch):
     first = flashsci.residual_attention(q, k, v, bias, backend="triton")
     others = [x + 1 for x in (q, k, v, bias)]
     fresh = flashsci.residual_attention(*others, backend="reference")
-    monkeypatch.setattr(residual, "backend_of", lambda *_: pytest.fail("looked at again"))
+    monkeypatch.setattr(residual, "choice_of", lambda *_: pytest.fail("looked at again"))
     for found, true in zip(
         flashsci.residual_attention(*others, backend="triton"), fresh, strict=True
     ):
