@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from flashsci.api.residual import residual_attention
     from flashsci.api.sdpa import sdpa
     from flashsci.api.varlen import varlen_attention
-    from flashsci.choice.registry import Explanation, use_backend
+    from flashsci.choice.backends import use_backend
+    from flashsci.choice.explanation import Explanation
     from flashsci.errors import BackendError
 
 __version__ = "0.1.0"
@@ -32,9 +33,9 @@ _HOME = {
     "merge": "flashsci.api.merge",
     "varlen_attention": "flashsci.api.varlen",
     "dropout_mask": "flashsci.api.dropout",
-    "use_backend": "flashsci.choice.registry",
+    "use_backend": "flashsci.choice.backends",
     "BackendError": "flashsci.errors",
-    "Explanation": "flashsci.choice.registry",
+    "Explanation": "flashsci.choice.explanation",
     "sdpa": "flashsci.api.sdpa",
     "paged_attention": "flashsci.api.paged",
     "write_kv_cache": "flashsci.api.paged",

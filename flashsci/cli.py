@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from flashsci.call.problem import Problem
-from flashsci.choice.registry import BACKENDS
+from flashsci.choice.backends import BACKENDS
 from flashsci.console import run, wide_console
 
 app = typer.Typer(

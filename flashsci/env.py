@@ -45,7 +45,7 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 _BACKENDS_PROBE = """
 import json
 from flashsci.backends import cuda
-from flashsci.choice.registry import BACKENDS
+from flashsci.choice.backends import BACKENDS
 reasons = {name: backend.unavailable() for name, backend in BACKENDS.items()}
 print(json.dumps({"reasons": reasons, "build": cuda.build_info(), "stale": cuda.stale()}))
 """

@@ -68,11 +68,11 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def loaded(request: pytest.FixtureRequest) -> None:
     """For tests with a parameter ``backend``: one that this machine lacks is a reason to skip, never a pass."""
-    from flashsci.choice import registry
+    from flashsci.choice import backends
 
     name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
     if name not in (None, "auto"):  # auto is always there
-        reason = registry.find(name).unavailable()
+        reason = backends.find(name).unavailable()
         if reason is not None:
             pytest.skip(f"{name}: {reason}")
 
@@ -88,18 +88,17 @@ def poison():
 
 @pytest.fixture
 def fresh_registry(monkeypatch: pytest.MonkeyPatch):
-    """A registry that has warned of nothing and decided nothing."""
+    """The choice of backends, which has warned of nothing and decided nothing."""
     from flashsci import attention as _  # noqa: F401  (binds the public names)
-    from flashsci.choice import registry
+    from flashsci.choice import choose
 
     for name in ("_warned", "_choices"):
-        if hasattr(registry, name):
-            monkeypatch.setattr(registry, name, type(getattr(registry, name))())
+        monkeypatch.setattr(choose, name, type(getattr(choose, name))())
     from flashsci.call.plans import plans
 
     saved = dict(plans)
     plans.clear()
-    yield registry
+    yield choose
     plans.clear()
     plans.update(saved)
 

@@ -13,8 +13,18 @@ from flashsci.api import fp8
 from flashsci.call import arguments, transforms
 from flashsci.call.dispatch import run, seed_for
 from flashsci.call.ops import Given, Tensors
-from flashsci.call.plans import Plan, as_given, gradients, keep, plans, present, repeated, signature
-from flashsci.call.problem import has_inner_heads, sums_bias
+from flashsci.call.plans import (
+    Plan,
+    absent,
+    as_given,
+    gradients,
+    keep,
+    plans,
+    present,
+    repeated,
+    signature,
+)
+from flashsci.call.problem import facts, has_inner_heads, sums_bias
 from flashsci.call.tracing import (
     autocast,
     hides_sizes,
@@ -23,7 +33,9 @@ from flashsci.call.tracing import (
     sizes_from_data,
     tracer_paused,
 )
-from flashsci.choice import registry
+from flashsci.choice import backends
+from flashsci.choice.backends import ATTENTION
+from flashsci.choice.choose import decide
 
 FP8 = fp8.FP8  # one look-up: every call asks
 
@@ -149,23 +161,25 @@ def attention(
         one learnt logit per head they are gpt-oss's).
     """
     again = call = None
-    if sink is dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
+    if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)
-        if not (bias is key_weight is mask is alibi_slopes is None):
-            seen, entry = present(q, k, v, bias, key_weight, mask, alibi_slopes)
+        if not (bias is key_weight is mask is alibi_slopes is sink is None):
+            every = (q, k, v, bias, key_weight, mask, alibi_slopes, sink)
+            seen, entry = tuple(filter(present, every)), tuple(map(absent, every))
         again, call = repeated(
             entry, seen,
             (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision), window, backend,
         )  # fmt: skip
     if again is not None:
-        found = again((q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes))
+        rows = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes)
+        found = again(rows if sink is None else (*rows, sink))
         return found if return_lse else found[0]
     arguments.check_types(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
     )
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        given = fp8.Given(
+        given = fp8.FP8Options(
             q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink
         )
         options = arguments.Options.of(
@@ -190,7 +204,7 @@ def attention(
     # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
-    call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes)
+    call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes, sink)
     if plan.leading is None:
         out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
     else:
@@ -231,7 +245,7 @@ def _plan(
         *signature(q, k, v, bias, key_weight, mask, alibi_slopes, sink),
         options,
         needs_grad and gradients(bias, key_weight, alibi_slopes),
-        registry.requested(backend),
+        backends.requested(backend),
         rounds_products(q.dtype),
     )
     plan = plans.get(key)
@@ -257,13 +271,15 @@ def _make_plan(
     backend: str,
 ) -> Plan:
     call = describe(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad)
-    name = registry.decide(*call, backend)
+    choice = decide(ATTENTION, call, backend)
     ranks = {x.dim() for x in (q, k, v, bias, mask) if x is not None}
     if key_weight is not None:
         ranks.add(key_weight.dim() + 1)
-    equal = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and len(ranks) == 1 and q.dim() <= 5
+    equal = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and q.dim() == k.dim() == v.dim() <= 5
     leading = None if equal else _leading(q, k, v)
-    return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1]), leading)
+    rank = q.dim() if equal and len(ranks) > 1 else None
+    module = backends.LOADED[ATTENTION][choice.forward]
+    return Plan(choice, module, options.scalars(q.shape[-1]), leading, rank)
 
 
 def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -288,7 +304,7 @@ def describe(
     options: arguments.Options,
     needs_grad: bool,
 ) -> tuple[Any, ...]:
-    """Check a dense call; the arguments of registry.problem_of.
+    """Check a dense call; the arguments of problem_of.
 
     Raises:
         TypeError, ValueError: as :func:`attention` documents.
@@ -337,7 +353,7 @@ def describe(
             features["inner_heads"] = has_inner_heads(bias)
         if bias is not None and features["bias_grad"]:
             features["bias_summed"] = sums_bias(bias, (*batch, *heads))
-    return registry.call(q, v, heads_q, heads_k, features)
+    return facts(q, v, heads_q, heads_k, features)
 
 
 def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> Callable[..., Any]:

@@ -11,9 +11,21 @@ from flashsci.api import varlen
 from flashsci.api.attention import describe
 from flashsci.call import arguments, transforms
 from flashsci.call.dispatch import seed_for
-from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_KEY_WEIGHT, NEED_Q, NEED_V, Saved, Tensors
+from flashsci.call.ops import (
+    NEED_BIAS,
+    NEED_K,
+    NEED_KEY_WEIGHT,
+    NEED_Q,
+    NEED_V,
+    Saved,
+    Tensors,
+    with_rank,
+)
 from flashsci.call.tracing import is_recorded, transforming
-from flashsci.choice import registry
+from flashsci.choice import backends, differentiate
+from flashsci.choice.backends import ATTENTION
+from flashsci.choice.choose import decide, recorded_reference
+from flashsci.choice.gradients import written
 
 
 class Gradients(NamedTuple):
@@ -116,8 +128,8 @@ def attention_backward(
                 "attention_backward takes q, k, v with equal leading dims, at most two before "
                 "the heads"
             )
-        kernel_bias, mask = (_padded(x, q.dim()) for x in (bias, mask))
-        kernel_weight = _padded(key_weight, q.dim() - 1)
+        kernel_bias, mask = (with_rank(x, q.dim()) for x in (bias, mask))
+        kernel_weight = with_rank(key_weight, q.dim() - 1)
         lse_shape = tuple(q.shape[:-1])
     else:
         if mask is not None:
@@ -141,13 +153,13 @@ def attention_backward(
             kernel_weight = key_weight.unsqueeze(0)
         lse_shape = (q.shape[1], q.shape[0])
     _check_given(q, v, dout, out, lse, dlse, lse_shape)
-    name = registry.decide(*call, backend)
-    if name == "reference" and cu_seqlens_q is not None and cu_seqlens_k is not None:
+    choice = decide(ATTENTION, call, backend)
+    if choice.forward == "reference" and cu_seqlens_q is not None and cu_seqlens_k is not None:
         arguments.check_unmapped("cu_seqlens_q", cu_seqlens_q)
         arguments.check_unmapped("cu_seqlens_k", cu_seqlens_k)
         if is_recorded() or q.is_meta:
-            name = registry.load_recorded_reference()
-    module = registry.LOADED[name]
+            choice = recorded_reference()
+    module = backends.LOADED[ATTENTION][choice.forward]
     if cu_seqlens_q is not None:
         q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))
         dout = None if dout is None else dout.transpose(0, 1)
@@ -168,10 +180,10 @@ def attention_backward(
         # The second-order formulas treat out and lse as functions of this q, k, v, bias. Here they are given.
         given = dout, dlse, *tensors, out, lse
         inputs = guarded(given, "a second derivative, through attention_backward,")
-        dq, dk, dv, dbias, dweight = Backward.apply(name, *inputs, *scalars, need)
+        dq, dk, dv, dbias, dweight = Backward.apply(written(choice), *inputs, *scalars, need)
     else:
         saved = Saved(tensors, out, lse, scalars)
-        dq, dk, dv, dbias, dweight = registry.backward(name, dout, dlse, saved, need)
+        dq, dk, dv, dbias, dweight = differentiate.backward(choice, dout, dlse, saved, need)
     if cu_seqlens_q is not None:
         dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
     dbias, dweight = (
@@ -180,11 +192,6 @@ def attention_backward(
     if given_bias is not None and dbias is not None:
         dbias = dbias.to(given_bias.dtype)
     return Gradients(dq, dk, dv, dbias, dweight)
-
-
-def _padded(x: Tensor | None, rank: int) -> Tensor | None:
-    """The tensor with dims of size 1 in front, up to ``rank``."""
-    return x if x is None else x[(None,) * (rank - x.dim())]
 
 
 def _seed(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor | None:

@@ -22,8 +22,12 @@ from flashsci.call.fp8_ops import FP8Tensors
 from flashsci.call.ops import Tensors
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.plans import gradients
+from flashsci.call.problem import problem_of
 from flashsci.call.tracing import autocast, transforming
-from flashsci.choice import registry
+from flashsci.choice import choose, explanation
+from flashsci.choice.backends import FORWARD_OF_CUDA, requested
+from flashsci.choice.gradients import BY_RULES, by_rules, named
+from flashsci.choice.gradients import gradients as gradients_of
 
 
 def explain(
@@ -34,7 +38,7 @@ def explain(
     entry: Callable[..., Any] | None = None,
     backend: str = "auto",
     **options: Any,
-) -> registry.Explanation:
+) -> explanation.Explanation:
     """The backend and the kernels that would serve a call of an entry point, and the reasons.
 
     Args:
@@ -74,7 +78,7 @@ _OPTIONAL = ("bias", "mask", "key_weight", "alibi_slopes", "sink")
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
-def _attention(backend: str, given: dict[str, Any]) -> registry.Explanation:
+def _attention(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     """For attention and varlen_attention."""
     q, k, v = (given[name] for name in "qkv")
     packed = "cu_seqlens_q" in given
@@ -85,7 +89,7 @@ def _attention(backend: str, given: dict[str, Any]) -> registry.Explanation:
     offsets = {name: given[name] for name in _OFFSETS if packed}
     longest = given.get("max_seqlen_q"), given.get("max_seqlen_k")
     if q.dtype == fp8.FP8 or any(x is not None for x in of_fp8.values()):
-        scaled = fp8.Given(**of_fp8, **others)
+        scaled = fp8.FP8Options(**of_fp8, **others)
         return _fp8(backend, (q, k, v), scaled, shared, tuple(offsets.values()), longest)
     q, k, v = autocast(q, k, v)
     if "bias" in others:
@@ -107,9 +111,9 @@ def _both(offsets: Any) -> tuple[Tensor | None, Tensor | None]:
     return first, first if second is None else second
 
 
-def _explained(call: tuple[Any, ...], backend: str) -> registry.Explanation:
+def _explained(call: tuple[Any, ...], backend: str) -> explanation.Explanation:
     """The explanation of a call here, within the active transforms."""
-    found = registry.explain(registry.problem_of(*call), *registry.requested(backend))
+    found = explanation.explain(problem_of(*call), *requested(backend))
     if found.chosen != "sdpa" or not transforming():
         return found
     reason = (
@@ -126,18 +130,19 @@ def _naming() -> Any:
 
 
 def _with_kernels(
-    found: registry.Explanation,
+    found: explanation.Explanation,
     tensors: Tensors,
     options: arguments.Options,
     needs_grad: bool,
     longest: tuple[int | None, int | None] = (None, None),
-) -> registry.Explanation:
+) -> explanation.Explanation:
     """The explanation of a dense or packed call with the names of its kernels. ``tensors``: as the user gives them."""
-    name, q = found.chosen, tensors.q
-    if name == "triton" and found.asked == "auto":
-        name = registry.AUTO_TRITON.name
-    by_cuda = name in registry.FORWARD_OF_CUDA
-    if name not in registry.SHARES_GRADIENTS or not (by_cuda or needs_grad) or q.is_nested:
+    q = tensors.q
+    if found.chosen is None:
+        return found
+    choice = (by_rules if found.asked == "auto" else named)(found.chosen)
+    by_cuda = choice.forward in FORWARD_OF_CUDA
+    if not (by_cuda or (choice.gradients == BY_RULES and needs_grad)) or q.is_nested:
         return found
     naming = _naming()
     flags = gradients(*tensors[:5]) if needs_grad else ()
@@ -152,10 +157,17 @@ def _with_kernels(
         heads_first = (x.transpose(0, 1) for x in rows[:3])
         rows = Tensors._make((*heads_first, *rows[3:]))
     scalars = options.scalars(q.shape[-1], *longest)
-    named = naming.attention(name, found.problem, rows, scalars, need, q.device)
-    found = replace(found, kernel=named.kernel, gradient_kernel=named.gradient_kernel)
-    taken = named.gradients is not None and named.gradients.backend == name
-    if taken and registry.gradients(name, found.problem).backend != name:
+    copied = replace(
+        found.problem, inner_heads=False
+    )  # the bias, where kernels do not take it in place
+
+    def whose(strides: bool) -> str | None:
+        return gradients_of(choice, copied, strides).backend
+
+    kernels = naming.attention(choice.forward, rows, scalars, need, q.device, whose)
+    found = replace(found, kernel=kernels.kernel, gradient_kernel=kernels.gradient_kernel)
+    taken = by_cuda and kernels.gradients == choice.forward
+    if taken and gradients_of(choice, found.problem).backend != choice.forward:
         # The remark is of other strides than these.
         others = {n: remark for n, remark in found.remarks.items() if n != found.chosen}
         found = replace(found, remarks=others)
@@ -165,15 +177,15 @@ def _with_kernels(
 def _fp8(
     backend: str,
     rows: tuple[Tensor, Tensor, Tensor],
-    given: fp8.Given,
+    given: fp8.FP8Options,
     options: arguments.Options,
     offsets: tuple[Any, ...],
     longest: tuple[int | None, int | None],
-) -> registry.Explanation:
+) -> explanation.Explanation:
     """For both on 8-bit floats. ``offsets``: of packed sequences."""
     edges: Any = _both(offsets) if offsets else None
     found = _explained(fp8.describe(*rows, given, options, edges), backend)
-    if found.chosen not in registry.FORWARD_OF_CUDA:
+    if found.chosen not in FORWARD_OF_CUDA:
         return found
     naming = _naming()
     q, k, v = map(naming.without_memory, rows)
@@ -190,13 +202,13 @@ def _fp8(
     return replace(found, kernel=naming.fp8(tensors, scalars, rows[0].device))
 
 
-def _paged(backend: str, given: dict[str, Any]) -> registry.Explanation:
+def _paged(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     shared = arguments.Options.of(
         given["causal"], given["window"], "lower_right", given["scale"], given["softcap"], 0.0, given["return_lse"], False, None
     )  # fmt: skip
     names = (n for n in inspect.signature(paged.describe).parameters if n != "options")
     found = _explained(paged.describe(**{n: given[n] for n in names}, options=shared), backend)
-    if found.chosen not in registry.FORWARD_OF_CUDA:
+    if found.chosen not in FORWARD_OF_CUDA:
         return found
     naming, q = _naming(), given["q"]
     rows = PagedTensors(*(naming.without_memory(given[n]) for n in PagedTensors._fields))
@@ -212,7 +224,7 @@ def _paged(backend: str, given: dict[str, Any]) -> registry.Explanation:
     return replace(found, kernel=kernel)
 
 
-def _residual(backend: str, given: dict[str, Any]) -> registry.Explanation:
+def _residual(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     """For residual_attention: kernels that compute both results, or an attention and plain scores."""
     q, k, v, bias = (given[name] for name in ("q", "k", "v", "bias"))
     residual.check(q, k, v, bias)
@@ -224,8 +236,8 @@ def _residual(backend: str, given: dict[str, Any]) -> registry.Explanation:
     needs_grad = transforms.needs_grad(q, k, v, bias)
     found = _explained(residual.describe(q, k, v, bias, options, needs_grad), backend)
     reason, by_kernels = None, False
-    if found.asked in residual.HAVE_KERNELS:
-        reason = residual.rejects(found.problem)
+    if found.asked in choose.HAVE_RESIDUAL:
+        reason = choose.rejects_residual(found.problem)
         by_kernels = found.asked == "triton" if reason is not None else not transforming()
     if by_kernels:
         lacks = "it has no kernel that computes out and scores"
@@ -242,7 +254,7 @@ def _residual(backend: str, given: dict[str, Any]) -> registry.Explanation:
     return replace(found, remarks={**found.remarks, found.chosen: text})
 
 
-_ENTRIES: dict[Callable[..., Any], Callable[..., registry.Explanation]] = {
+_ENTRIES: dict[Callable[..., Any], Callable[..., explanation.Explanation]] = {
     attention: _attention,
     varlen_attention: _attention,
     paged_attention: _paged,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashsci.call import arguments, transforms
-from flashsci.call.fp8_ops import FP8, FP8Attention, FP8Scalars, FP8Tensors, rows_per_scale
+from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
+from flashsci.call.problem import facts
 from flashsci.call.tracing import count_flops, hides_sizes
-from flashsci.choice import registry
-from flashsci.choice.loaded import Loaded
+from flashsci.choice import backends
+from flashsci.choice.choose import decide
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class Given(NamedTuple):
+class FP8Options(NamedTuple):
     """The tensors and options of a call that `attention` and `varlen_attention` pass on together."""
 
     q_scale: Tensor | None
@@ -33,15 +33,17 @@ class Given(NamedTuple):
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, given: Given, options: arguments.Options, backend: str
+    q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments.Options, backend: str
 ) -> Any:
     """`flashsci.attention` of 8-bit floats: out, or with return_lse (out, lse)."""
     call = describe(q, k, v, given, options)
-    name = _decide(*call, backend)
+    choice = decide(backends.FP8, call, backend)
     count_flops()
     leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     q, k, v, scales = as_kernels_take_them(q, k, v, given[:3], leading)
-    out, lse = _run(name, q, k, v, scales, None, None, options, None, None, given.out_dtype)
+    out, lse = _run(
+        choice.forward, q, k, v, scales, None, None, options, None, None, given.out_dtype
+    )
     if len(leading) > 2:
         out = out.unflatten(0, leading[:-1])
         lse = lse.unflatten(0, leading[:-1]) if options.return_lse else lse
@@ -70,7 +72,7 @@ def packed(
     v: Tensor,
     cu_seqlens: tuple[Tensor, Tensor],
     longest: tuple[int | None, int | None],
-    given: Given,
+    given: FP8Options,
     options: arguments.Options,
     validate: bool,
     backend: str,
@@ -80,10 +82,12 @@ def packed(
     if arguments.contents_are_seen(cu_seqlens[0], validate):
         arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens[0], q.shape[0], longest[0])
         arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens[1], k.shape[0], longest[1])
-    name = _decide(*call, backend)
+    choice = decide(backends.FP8, call, backend)
     count_flops()
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    out, lse = _run(name, q, k, v, given[:3], *cu_seqlens, options, *longest, given.out_dtype)
+    out, lse = _run(
+        choice.forward, q, k, v, given[:3], *cu_seqlens, options, *longest, given.out_dtype
+    )
     out = out.transpose(0, 1)
     return (out, lse) if options.return_lse else out
 
@@ -92,11 +96,11 @@ def describe(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    given: Given,
+    given: FP8Options,
     options: arguments.Options,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Any, ...]:
-    """The arguments of registry.problem_of for a call, checked except for the contents of its offsets.
+    """The arguments of problem_of for a call, checked except for the contents of its offsets.
 
     Raises:
         TypeError, ValueError: as :func:`flashsci.attention` documents.
@@ -136,10 +140,10 @@ def describe(
             features.update(batch=tuple(leading), seq_q=q.shape[-2], seq_k=k.shape[-2])
         else:
             features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])
-    return registry.call(q, v, *heads, features)
+    return facts(q, v, *heads, features)
 
 
-def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor, given: Given) -> None:
+def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor, given: FP8Options) -> None:
     dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
     if FP8 in (q.dtype, k.dtype, v.dtype):
         raise TypeError(
@@ -242,7 +246,7 @@ def _run(
     scalars = scalars_of(q, options, max_seqlen_q, max_seqlen_k, out_dtype)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     offsets = (None if x is None else x.contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
-    return _LOADED[name](FP8Tensors(q, k, v, *scales, *offsets), scalars)
+    return backends.LOADED[backends.FP8][name](FP8Tensors(q, k, v, *scales, *offsets), scalars)
 
 
 def scalars_of(
@@ -257,23 +261,3 @@ def scalars_of(
         every.max_seqlen_q, every.max_seqlen_k, every.scale, every.softcap, every.window_left, every.window_right,
         every.lower_right, out_dtype or torch.bfloat16, options.return_lse,
     )  # fmt: skip
-
-
-# Backends that have these calls, and the modules of their ops.
-_HOMES = {
-    "reference": "flashsci.backends.reference_fp8",
-    "triton": "flashsci.backends.triton.plans.fp8",
-    "cuda": "flashsci.backends.cuda.fp8",
-    "cuda:sm90": "flashsci.backends.cuda.fp8",
-    "cuda:own": "flashsci.backends.cuda.fp8",
-}
-_LOADED: Loaded[FP8Attention] = Loaded()
-
-
-@registry.settled
-def _decide(*call: Any) -> str:
-    """The backend for ``(*arguments of problem_of, backend argument)``; its op is then in _LOADED."""
-    name = registry.decide(*call)
-    if name not in _LOADED:
-        _LOADED[name] = importlib.import_module(_HOMES[name]).OP
-    return name

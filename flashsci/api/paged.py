@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import warnings
 from operator import is_
 from types import NoneType
@@ -13,11 +12,13 @@ import torch
 from torch import Tensor
 
 from flashsci.call import arguments, transforms
-from flashsci.call.paged_ops import FP8, PagedOps, PagedScalars, PagedTensors
+from flashsci.call.paged_ops import FP8, PagedScalars, PagedTensors
 from flashsci.call.plans import grad_enabled, gradients, keep, plans, signature
+from flashsci.call.problem import facts
 from flashsci.call.tracing import count_flops, modes, transforming_eagerly
-from flashsci.choice import registry
-from flashsci.choice.loaded import Loaded
+from flashsci.choice import backends
+from flashsci.choice.backends import PAGED
+from flashsci.choice.choose import decide, decide_write
 from flashsci.errors import BackendError
 
 _KINDS = frozenset((Tensor, torch.nn.Parameter, NoneType))  # the types that a key describes
@@ -111,12 +112,12 @@ def paged_attention(
     if out is None:
         out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     try:
-        lse = getattr(_LOADED, plan.backend).attention(tensors, out, plan.scalars)
+        lse = getattr(backends.LOADED[PAGED], plan.backend).attention(tensors, out, plan.scalars)
     except BackendError as error:  # only the kernels know strides and pages
-        if registry.requested(backend)[0] != "auto" or plan.backend == "triton":
+        if backends.requested(backend)[0] != "auto" or plan.backend == "triton":
             raise
         _say_once(str(error))
-        lse = _LOADED[_load("triton")].attention(tensors, out, plan.scalars)
+        lse = backends.load("triton", PAGED).attention(tensors, out, plan.scalars)
     return (out, lse) if return_lse else out
 
 
@@ -143,14 +144,14 @@ def _plan(
         map(type, every)
     ):
         wanted = grad_enabled() and gradients(*every)
-        key = ("paged", *signature(*every), max_seqlen_q, options, wanted, registry.requested(backend))  # fmt: skip
+        key = ("paged", *signature(*every), max_seqlen_q, options, wanted, backends.requested(backend))  # fmt: skip
         kept: _Plan | None = plans.get(key)
         if kept is not None and not modes():
             return kept
-    name = _decide(*describe(*given, out, max_seqlen_q, options), backend)
+    choice = decide(PAGED, describe(*given, out, max_seqlen_q, options), backend)
     count_flops()
     scalars = scalars_of(given.q, max_seqlen_q, options)
-    plan = _Plan(name, scalars, all(map(is_, given, as_kernels_take_them(given))))
+    plan = _Plan(choice.forward, scalars, all(map(is_, given, as_kernels_take_them(given))))
     if key is not None:
         keep(key, plan)
     return plan
@@ -235,10 +236,10 @@ def write_kv_cache(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         _check_scale(name, scale, key, (heads_k,), "[Hk]")
     features = _features(k_cache)
-    name = _decide_write(*registry.call(key, value, heads_k, heads_k, features), backend)
+    choice = decide_write(facts(key, value, heads_k, heads_k, features), backend)
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     scales = (None if s is None else s.reshape(-1).expand(heads_k) for s in (k_scale, v_scale))
-    write = _LOADED[name].write_kv_cache
+    write = backends.LOADED[PAGED][choice.forward].write_kv_cache
     assert write is not None
     write(key, value, k_cache, v_cache, slot_mapping.contiguous(), *scales)
 
@@ -257,7 +258,7 @@ def describe(
     max_seqlen_q: int | None,
     options: arguments.Options,
 ) -> tuple[Any, ...]:
-    """The arguments of registry.problem_of for a paged call, checked except for the values of its integers.
+    """The arguments of problem_of for a paged call, checked except for the values of its integers.
 
     Raises:
         TypeError, ValueError: as :func:`paged_attention` documents.
@@ -294,7 +295,7 @@ def describe(
     # Prompt lengths differ from step to step: a plan only knows that a call is none of these.
     if not torch.compiler.is_compiling() and max_seqlen_q is not None and max_seqlen_q <= DECODED:
         features["seq_q"] = max_seqlen_q
-    return registry.call(q, v_cache, heads_q, heads_k, features)
+    return facts(q, v_cache, heads_q, heads_k, features)
 
 
 def _features(k_cache: Tensor) -> dict[str, Any]:
@@ -394,37 +395,7 @@ def _per_head(scale: Tensor | None, sequences: int, heads_k: int) -> Tensor | No
 
 DECODED = 16  # most tokens of a sequence that a step decodes, speculated ones included
 
-# Backends that have paged calls, and the modules of their ops.
-_HOMES = {
-    "reference": "flashsci.backends.reference_paged",
-    "triton": "flashsci.backends.triton.plans.paged",
-    "cuda": "flashsci.backends.cuda.paged",
-}
-_LOADED: Loaded[PagedOps] = Loaded()
-
-
-def _load(name: str) -> str:
-    if name not in _LOADED:
-        family, _, held = name.partition(":")
-        home = importlib.import_module(_HOMES[family])
-        _LOADED[name] = home.ops_of(int(held[2:])) if held.startswith("sm") else home.OPS
-    return name
-
 
 @functools.lru_cache(maxsize=64)
 def _say_once(reason: str) -> None:
     warnings.warn(f"flashsci: running 'triton', since {reason}", stacklevel=3)
-
-
-@registry.settled
-def _decide(*call: Any) -> str:
-    """The backend for ``(*arguments of problem_of, backend argument)``; its ops are then in _LOADED."""
-    return _load(registry.decide(*call))
-
-
-@registry.settled
-def _decide_write(*call: Any) -> str:
-    """The backend for an update. cuda uses Triton's kernel: it moves the new tokens once, and no kernel could move
-    less."""
-    name = _decide(*call)
-    return name if _LOADED[name].write_kv_cache is not None else _decide(*call[:-1], "triton")

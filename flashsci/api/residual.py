@@ -7,7 +7,6 @@ the scores in plain PyTorch, and an attention that computes them a second time.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,14 +29,11 @@ from flashsci.call.plans import (
     repeated,
     signature,
 )  # fmt: skip
-from flashsci.call.problem import Problem
-from flashsci.call.residual_ops import MAX_HEAD_DIM, Kernels, ResidualCall, scores_dtype
+from flashsci.call.residual_ops import Kernels, ResidualCall, scores_dtype
 from flashsci.call.tracing import autocast, count_flops, hides_sizes, transforming
-from flashsci.choice import registry
-from flashsci.choice.loaded import Loaded
-from flashsci.errors import BackendError
-
-PARTS = ""  # no kernels: from parts
+from flashsci.choice import backends
+from flashsci.choice.choose import PARTS, decide
+from flashsci.choice.gradients import Choice
 
 
 def residual_attention(
@@ -117,7 +113,9 @@ def residual_attention(
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
     needs_grad = transforms.needs_grad(q, k, v, bias)
-    kernels = _LOADED[backend_of(q, k, v, bias, options, needs_grad, backend)]
+    choice = choice_of(q, k, v, bias, options, needs_grad, backend)
+    parts = choice.forward == PARTS
+    kernels: Kernels | None = None if parts else backends.LOADED[backends.RESIDUAL][choice.forward]
     seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     if kernels is None or transforming():
         return _from_parts(q, k, v, bias, seed, options, backend)
@@ -223,7 +221,7 @@ def _again(
     return out, scores
 
 
-def backend_of(
+def choice_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -231,57 +229,23 @@ def backend_of(
     options: arguments.Options,
     needs_grad: bool,
     backend: str,
-) -> str:
-    """The backend whose kernels compute a call at once, or PARTS. A repeated call is not examined again.
+) -> Choice:
+    """The choice for a call. A repeated call is not examined again.
 
     Raises:
         TypeError, ValueError, BackendError: as :func:`residual_attention` documents.
     """
     if hides_sizes(q, k, v):
         call = describe(q, k, v, bias, options, needs_grad)
-        return _decide(*call, backend)
+        return decide(backends.RESIDUAL, call, backend)
     key = (
-        "residual", *signature(q, k, v, bias), options, needs_grad and gradients(bias), registry.requested(backend)
+        "residual", *signature(q, k, v, bias), options, needs_grad and gradients(bias), backends.requested(backend)
     )  # fmt: skip
-    name = plans.get(key)
-    if name is None:
+    found: Choice | None = plans.get(key)
+    if found is None:
         call = describe(q, k, v, bias, options, needs_grad)
-        name = keep(key, _decide(*call, backend))
-    return str(name)
-
-
-HAVE_KERNELS = ("auto", "triton")  # the requests that kernels of both results may serve
-_LOADED: Loaded[Kernels | None] = Loaded(**{PARTS: None})
-
-
-def rejects(problem: Problem) -> str | None:
-    """Why kernels cannot compute both results of a call at once, or None."""
-    reason = registry.find("triton").rejects(problem)
-    if reason is None and max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-        dims = f"{problem.head_dim} and {problem.head_dim_v}"
-        reason = (
-            f"its kernels of residual attention have head dims up to {MAX_HEAD_DIM}, got {dims}"
-        )
-    return reason
-
-
-@registry.settled
-def _decide(*call: Any) -> str:
-    """The backend whose kernels serve ``(*arguments of problem_of, backend argument)``, then in _LOADED; or PARTS."""
-    problem, (asked, _) = registry.problem_of(*call[:-1]), registry.requested(call[-1])
-    if asked not in HAVE_KERNELS:
-        return PARTS
-    reason = rejects(problem)
-    if reason is not None:
-        if asked == "triton":
-            raise BackendError(
-                f"backend 'triton' cannot serve this call: {reason}; backend='auto' computes it from parts"
-            )
-        return PARTS
-    if "triton" not in _LOADED:
-        registry.kernels("triton")
-        _LOADED["triton"] = importlib.import_module("flashsci.backends.triton.plans.residual").OPS
-    return "triton"
+        found = keep(key, decide(backends.RESIDUAL, call, backend))
+    return found
 
 
 def _outer(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -16,6 +16,7 @@ from flashsci.call.ops import Given, Tensors, packed
 from flashsci.call.plans import (
     Plan,
     Run,
+    absent,
     as_given,
     gradients,
     keep,
@@ -24,6 +25,7 @@ from flashsci.call.plans import (
     repeated,
     signature,
 )
+from flashsci.call.problem import facts
 from flashsci.call.tracing import (
     autocast,
     hides_sizes,
@@ -32,7 +34,9 @@ from flashsci.call.tracing import (
     rounds_products,
     tracer_paused,
 )
-from flashsci.choice import registry
+from flashsci.choice import backends
+from flashsci.choice.backends import ATTENTION
+from flashsci.choice.choose import decide, recorded_reference
 
 FP8 = fp8.FP8
 
@@ -117,9 +121,10 @@ def varlen_attention(
     if featureless and q_scale is k_scale is v_scale is out_dtype is None:
         # None means one tensor for both offsets.
         other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
-        seen, absent = present(q, k, v, cu_seqlens_q, other, alibi_slopes)
+        every = (q, k, v, cu_seqlens_q, other, alibi_slopes)
+        seen = tuple(filter(present, every))
         again, call = repeated(
-            ("packed", absent), seen,
+            ("packed", *map(absent, every)), seen,
             (max_seqlen_q, max_seqlen_k, causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision, validate),
             window, backend,
         )  # fmt: skip
@@ -137,7 +142,7 @@ def varlen_attention(
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
     validate = arguments.flag("validate", validate)
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        given = fp8.Given(
+        given = fp8.FP8Options(
             q_scale, k_scale, v_scale, out_dtype, bias, key_weight, None, alibi_slopes, sink
         )
         edges = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -219,14 +224,15 @@ def _plan(
         call = describe(
             q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink, options, needs_grad
         )  # fmt: skip
-        name = registry.decide(*call, backend)
-        if name == "reference":
+        choice = decide(ATTENTION, call, backend)
+        if choice.forward == "reference":
             for offsets_name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True):
                 if x is not None:
                     arguments.check_unmapped(offsets_name, x)
-        if name == "reference" and recorded and not transforms.needs_grad(alibi_slopes):
-            name = registry.load_recorded_reference()
-        return Plan(name, registry.LOADED[name], options.scalars(q.shape[-1], *longest))
+        if choice.forward == "reference" and recorded and not transforms.needs_grad(alibi_slopes):
+            choice = recorded_reference()
+        module = backends.LOADED[ATTENTION][choice.forward]
+        return Plan(choice, module, options.scalars(q.shape[-1], *longest))
 
     offsets = (cu_seqlens_q, cu_seqlens_k)
     recorded = is_recorded() or q.is_meta
@@ -241,7 +247,7 @@ def _plan(
         longest,
         options,
         needs_grad and gradients(bias, key_weight, alibi_slopes),
-        registry.requested(backend),
+        backends.requested(backend),
         rounds_products(q.dtype),
     )
     plan = plans.get(key)
@@ -261,7 +267,7 @@ def describe(
     options: arguments.Options,
     needs_grad: bool,
 ) -> tuple[Any, ...]:
-    """The arguments of registry.problem_of for a packed call, checked except for the contents of its offsets.
+    """The arguments of problem_of for a packed call, checked except for the contents of its offsets.
 
     Raises:
         TypeError, ValueError: as :func:`varlen_attention` documents.
@@ -317,7 +323,7 @@ def describe(
     if not hides_sizes(q, k, cu_seqlens_q):
         sequences = cu_seqlens_q.shape[0] - 1
         features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])
-    return registry.call(q, v, heads_q, heads_k, features)
+    return facts(q, v, heads_q, heads_k, features)
 
 
 def dense_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 head dims.
 
 No tile was made for those head dims. All scores are held: `auto` asks for this backend only if they are no more
-numbers than the call's own tensors (`registry.may_hold_scores`). Autograd differentiates it to any order. 16-bit
+numbers than the call's own tensors (`candidates.may_hold_scores`). Autograd differentiates it to any order. 16-bit
 inputs are refused: their scores would round to 16 bits, and overflow in fp16.
 """
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from flashsci.call.ops import (
-    LIBRARY,
     PASSES,
     Saved,
     Scalars,
@@ -34,8 +33,10 @@ from flashsci.call.ops import (
     plain,
 )  # fmt: skip
 from flashsci.call.plans import Plan
+from flashsci.call.schemas import LIBRARY
 from flashsci.call.tracing import transforming
-from flashsci.choice import registry
+from flashsci.choice import backends, differentiate
+from flashsci.choice.gradients import unwritten, written
 from flashsci.errors import BackendError
 
 # Nodes take tensors and options one by one: autograd does not look for tensors inside tuples, nor functorch for
@@ -120,13 +121,13 @@ def _needed(found: Any, need: int) -> _Gradients:
     return tuple(g if need >> i & 1 else None for i, g in enumerate(found))
 
 
-def _backward(backend: str, dout: Any, dlse: Any, saved: Saved, need: int) -> _Gradients:
+def _backward(choice: str, dout: Any, dlse: Any, saved: Saved, need: int) -> _Gradients:
     """Gradients of q, k, v, bias, key_weight, None where not needed."""
     if (dout is None and dlse is None) or not need:
         return _NOTHING
     transformed = transforming()
     if torch.is_grad_enabled() or transformed:
-        given = backend, dout, dlse, *saved.flat(), need
+        given = choice, dout, dlse, *saved.flat(), need
         if transformed or torch.compiler.is_compiling():
             found = Backward.apply(*given)
         elif _any_batch(dout, dlse):
@@ -134,34 +135,34 @@ def _backward(backend: str, dout: Any, dlse: Any, saved: Saved, need: int) -> _G
         else:
             found = EagerBackward.apply(*given)
     else:
-        found = registry.backward(backend, dout, dlse, saved, need)
+        found = differentiate.backward(unwritten(choice), dout, dlse, saved, need)
     return _needed(found, need)
 
 
 def _double_backward(
-    backend: str, tangents: Tangents, dout: Any, dlse: Any, saved: Saved, need: int
+    choice: str, tangents: Tangents, dout: Any, dlse: Any, saved: Saved, need: int
 ) -> _Gradients:
     """Gradients of q, k, v, bias, key_weight, dout, dlse of <tangents, gradients of the first five>."""
     if all(t is None for t in tangents) or not need:
         return (None,) * (_LEAVES + 2)
     if torch.is_grad_enabled() or transforming():
-        given = backend, *tangents, dout, dlse, *saved.flat(), need
+        given = choice, *tangents, dout, dlse, *saved.flat(), need
         if not torch.compiler.is_compiling() and _any_batch(*tangents, dout, dlse):
             found = torch.ops.flashsci.recorded_double_backward(*given)
         else:
             found = _recorded_double_backward(*given)
     else:
-        module = registry.second_order(backend, saved.tensors)
+        module = differentiate.second_order(unwritten(choice).forward, saved.tensors)
         found = module.double_backward(tangents, dout, dlse, saved, need)
     return _needed(found, need)
 
 
-def _recorded_double_backward(backend: str, *given: Any) -> tuple[Tensor, ...]:
+def _recorded_double_backward(choice: str, *given: Any) -> tuple[Tensor, ...]:
     """The node of :func:`_double_backward`, behind guards; its inputs are those of the pass."""
     tangents, dout, dlse, saved, need = PASSES["double_backward"].grouped(*given)
     fixed = guarded((dout, dlse, *saved.tensors, saved.out, saved.lse), THIRD)
     found: tuple[Tensor, ...] = DoubleBackward.apply(
-        backend, *tangents, *fixed, *saved.scalars, need
+        choice, *tangents, *fixed, *saved.scalars, need
     )
     return found
 
@@ -173,7 +174,7 @@ def _any_batch(*tensors: Tensor | None) -> bool:
 
 
 def _along(
-    backend: str,
+    choice: str,
     tangents: Tangents,
     tdout: Any,
     tdlse: Any,
@@ -184,29 +185,31 @@ def _along(
 ) -> _Gradients:
     """The tangent of the backward's results along tangents of the tensors with gradients, and of dout and dlse, in
     which it is linear."""
-    first = _double_backward(backend, tangents, dout, dlse, saved, need)[:_LEAVES]
-    second = _backward(backend, tdout, tdlse, saved, need)
+    first = _double_backward(choice, tangents, dout, dlse, saved, need)[:_LEAVES]
+    second = _backward(choice, tdout, tdlse, saved, need)
     return tuple(
         b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)
     )
 
 
 class Forward(torch.autograd.Function):
-    """out, lse = attention; the inputs are the backend's name, the fields of Tensors, and those of Scalars."""
+    """out, lse = attention; the inputs are the Choice as :func:`written`, the fields of Tensors, and those of Scalars."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(choice: str, *inputs: Any) -> tuple[Tensor, Tensor]:
         tensors, scalars = Tensors(*inputs[:_TENSORS]), Scalars(*inputs[_TENSORS:])
-        result: tuple[Tensor, Tensor] = registry.kernels(backend).forward(tensors, scalars)
+        result: tuple[Tensor, Tensor] = backends.kernels(unwritten(choice).forward).forward(
+            tensors, scalars
+        )
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         tensors = inputs[1 : 1 + _TENSORS]
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.scalars = inputs[0], Scalars(*inputs[1 + _TENSORS :])
+        ctx.choice, ctx.scalars = inputs[0], Scalars(*inputs[1 + _TENSORS :])
         ctx.save_for_backward(*tensors, *output)
         ctx.save_for_forward(*tensors, *output)
 
@@ -214,13 +217,13 @@ class Forward(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         _refuse_beyond_leaves(ctx.needs_input_grad[1:])
         need = _need(ctx.needs_input_grad[1 : 1 + _LEAVES])
-        found = _backward(ctx.backend, dout, dlse, _saved(ctx), need)
+        found = _backward(ctx.choice, dout, dlse, _saved(ctx), need)
         return (None, *found, *(None,) * _REST)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         _refuse_beyond_leaves([x is not None for x in tangents])
-        return Jvp.apply(ctx.backend, *tangents[:_LEAVES], *_saved(ctx).flat())
+        return Jvp.apply(ctx.choice, *tangents[:_LEAVES], *_saved(ctx).flat())
 
 
 class EagerForward(torch.autograd.Function):
@@ -246,7 +249,7 @@ class EagerForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         need = _need(ctx.needs_input_grad[2 : 2 + _LEAVES])
-        found = _eager_backward(ctx.plan, dout, dlse, ctx.saved_tensors, need)
+        found = eager_backward(ctx.plan, dout, dlse, ctx.saved_tensors, need)
         return (None, None, *found, *(None,) * (_TENSORS - _LEAVES))
 
 
@@ -273,15 +276,26 @@ class EagerPacked(torch.autograd.Function):
         saved = *packed(*given), out.transpose(0, 1), lse
         dout = None if dout is None else dout.transpose(0, 1)
         need = _need(ctx.needs_input_grad[1:4])
-        rows = _eager_backward(ctx.plan, dout, dlse, saved, need)[:3]
+        rows = eager_backward(ctx.plan, dout, dlse, saved, need)[:3]
         return (None, *[None if x is None else x.transpose(0, 1) for x in rows], None, None, None)
 
 
-def _eager_backward(
+def eager_backward(
     plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int
 ) -> _Gradients:
     """Gradients of a call that :class:`EagerForward` computed; ``saved``: in the order of Tensors, with out and
     lse."""
+    if plan.rank is None:
+        return _backward_of_equal_ranks(plan, dout, dlse, saved, need)
+    *given, out, lse = saved
+    full = (*plan.raised(given), out, lse)
+    found = _backward_of_equal_ranks(plan, dout, dlse, full, need)
+    return tuple([g if g is None else g.view(x.shape) for g, x in zip(found, given, strict=False)])
+
+
+def _backward_of_equal_ranks(
+    plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int
+) -> _Gradients:
     if not torch.is_grad_enabled():
         found = plan.repeated_backward(dout, dlse, saved, need)
         if found is not None:
@@ -292,7 +306,7 @@ def _eager_backward(
         return plan.backward(dout, dlse, saved, need)
     *tensors, out, lse = saved
     kept = Saved(Tensors(*tensors), out.detach(), lse.detach(), plan.scalars)
-    return _backward(plan.backend, dout, dlse, kept, need)
+    return _backward(written(plan.choice), dout, dlse, kept, need)
 
 
 #: ``apply`` without the search for functorch's tensors, which ``ops.plain`` has done already.
@@ -307,16 +321,18 @@ def _saved(ctx: Any) -> Saved:
 
 
 class Backward(torch.autograd.Function):
-    """dq, dk, dv, dbias, dkey_weight; the inputs are the backend's name, dout, dlse, the fields of Saved, and
+    """dq, dk, dv, dbias, dkey_weight; the inputs are the Choice as :func:`written`, dout, dlse, the fields of Saved, and
     ``need``."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        backend: str, dout: Tensor | None, dlse: Tensor | None, *inputs: Any
+        choice: str, dout: Tensor | None, dlse: Tensor | None, *inputs: Any
     ) -> tuple[Tensor, ...]:
-        return registry.backward(backend, dout, dlse, Saved.of(inputs[:-1]), inputs[-1])
+        return differentiate.backward(
+            unwritten(choice), dout, dlse, Saved.of(inputs[:-1]), inputs[-1]
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -329,14 +345,14 @@ class Backward(torch.autograd.Function):
         saved = Saved.of((*tensors, *ctx.scalars))
         wanted_dout, wanted_dlse, *wanted = ctx.needs_input_grad[1 : 3 + _LEAVES]
         need = _need((*wanted, wanted_dout, wanted_dlse))
-        found = _double_backward(ctx.backend, Tangents(*cotangents), dout, dlse, saved, need)
+        found = _double_backward(ctx.choice, Tangents(*cotangents), dout, dlse, saved, need)
         return (None, *found[_LEAVES:], *found[:_LEAVES], *(None,) * (_REST + 3))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tdout: Any, tdlse: Any, *tangents: Any) -> Any:
         dout, dlse, *tensors = ctx.saved_tensors
         along, saved = Tangents(*tangents[:_LEAVES]), Saved.of((*tensors, *ctx.scalars))
-        found = _along(ctx.backend, along, tdout, tdlse, dout, dlse, saved, ctx.need)
+        found = _along(ctx.choice, along, tdout, tdlse, dout, dlse, saved, ctx.need)
         # Tangents must be tensors, also those of empty results.
         likes = (saved.tensors.q if x is None else x for x in tensors[:_LEAVES])
         return tuple(
@@ -358,26 +374,26 @@ class EagerBackward(torch.autograd.Function):
 
 def _keep_backward(ctx: Any, inputs: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.backend, ctx.scalars, ctx.need = inputs[0], inputs[3 + _SAVED : -1], inputs[-1]
+    ctx.choice, ctx.scalars, ctx.need = inputs[0], inputs[3 + _SAVED : -1], inputs[-1]
     ctx.save_for_backward(*inputs[1 : 3 + _SAVED])
 
 
 class Jvp(torch.autograd.Function):
-    """Tangents of out and lse; the inputs are the backend's name, the fields of Tangents and those of Saved."""
+    """Tangents of out and lse; the inputs are the Choice as :func:`written`, the fields of Tangents and those of Saved."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(choice: str, *inputs: Any) -> tuple[Tensor, Tensor]:
         tangents, saved = Tangents(*inputs[:_LEAVES]), Saved.of(inputs[_LEAVES:])
-        module = registry.second_order(backend, saved.tensors)
+        module = differentiate.second_order(unwritten(choice).forward, saved.tensors)
         result: tuple[Tensor, Tensor] = module.jvp(tangents, saved)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.scalars = inputs[0], inputs[1 + _LEAVES + _SAVED :]
+        ctx.choice, ctx.scalars = inputs[0], inputs[1 + _LEAVES + _SAVED :]
         tensors = inputs[1 : 1 + _LEAVES + _SAVED]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)  # vmap needs it, even to refuse
@@ -387,11 +403,11 @@ class Jvp(torch.autograd.Function):
         tensors, need = ctx.saved_tensors, ctx.needs_input_grad
         tangents = Tangents(*tensors[:_LEAVES])
         saved = Saved.of((*tensors[_LEAVES:], *ctx.scalars))
-        first = _backward(ctx.backend, dout, dlse, saved, _need(need[1 : 1 + _LEAVES]))
+        first = _backward(ctx.choice, dout, dlse, saved, _need(need[1 : 1 + _LEAVES]))
         second = _NOTHING
         if dout is not None or dlse is not None:
             wanted = _need(need[1 + _LEAVES : 1 + 2 * _LEAVES])
-            second = _double_backward(ctx.backend, tangents, dout, dlse, saved, wanted)[:_LEAVES]
+            second = _double_backward(ctx.choice, tangents, dout, dlse, saved, wanted)[:_LEAVES]
         return (None, *first, *second, *(None,) * (_REST + 2))
 
     @staticmethod
@@ -402,23 +418,23 @@ class Jvp(torch.autograd.Function):
 class DoubleBackward(torch.autograd.Function):
     """Gradients of q, k, v, bias, key_weight, dout, dlse.
 
-    The inputs are the backend's name, cotangents of the first five's gradients, then those of :class:`Backward`.
+    The inputs are the Choice as :func:`written`, cotangents of the first five's gradients, then those of :class:`Backward`.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(choice: str, *inputs: Any) -> tuple[Tensor, ...]:
         tangents, (dout, dlse) = Tangents(*inputs[:_LEAVES]), inputs[_LEAVES : _LEAVES + 2]
         saved, need = Saved.of(inputs[_LEAVES + 2 : -1]), inputs[-1]
-        module = registry.second_order(backend, saved.tensors)
+        module = differentiate.second_order(unwritten(choice).forward, saved.tensors)
         result: tuple[Tensor, ...] = module.double_backward(tangents, dout, dlse, saved, need)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.scalars = inputs[0], inputs[3 + _LEAVES + _SAVED : -1]
+        ctx.choice, ctx.scalars = inputs[0], inputs[3 + _LEAVES + _SAVED : -1]
         tensors = inputs[1 + _LEAVES : 3 + _LEAVES + _SAVED]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
@@ -429,7 +445,7 @@ class DoubleBackward(torch.autograd.Function):
         saved = Saved.of((*tensors, *ctx.scalars))
         *along, tdout, tdlse = cotangents
         need = _need(ctx.needs_input_grad[1 : 1 + _LEAVES])
-        found = _along(ctx.backend, Tangents(*along), tdout, tdlse, dout, dlse, saved, need)
+        found = _along(ctx.choice, Tangents(*along), tdout, tdlse, dout, dlse, saved, need)
         return (None, *found, *(None,) * (2 + _SAVED + _SCALARS + 1))
 
     @staticmethod
@@ -442,7 +458,7 @@ for what, record in (
     ("backward", lambda *given: EagerBackward.apply(*given)),
     ("double_backward", _recorded_double_backward),
 ):
-    LIBRARY.define(f"recorded_{what}" + PASSES[what].schema.replace("(", "(str backend, ", 1))
+    LIBRARY.define(f"recorded_{what}" + PASSES[what].schema.replace("(", "(str choice, ", 1))
     LIBRARY.impl(f"recorded_{what}", record, "CompositeImplicitAutograd")
 
 # Dynamo cannot trace Functions that define jvp; as graph nodes they compile.

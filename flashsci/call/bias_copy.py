@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashsci.call import ops
 from flashsci.call.ops import Tensors, empty_with_inner_keys, with_inner_keys
-from flashsci.choice import registry
+from flashsci.choice.backends import BACKENDS
 
 #: Elements from which a kernel saves more than its extra Python time, compared with torch's copy.
 MANY = 1 << 18
@@ -32,7 +32,7 @@ def choose(tensors: Tensors) -> Callable[[Tensor], Tensor]:
         or bias.numel() < MANY
         or bias.dim() > 5
         or bias.element_size() > 4
-        or registry.BACKENDS["triton"].unavailable() is not None
+        or BACKENDS["triton"].unavailable() is not None
     ):
         return with_inner_keys
     return copied

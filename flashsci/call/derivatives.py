@@ -23,7 +23,7 @@ class Rule(NamedTuple):
     mapped: bool = False
     """A batching rule under ``torch.vmap``."""
     lacking: Mapping[str, str] = {}
-    """Backends that have no derivative by this argument although others do, each with its reason. The registry reads
+    """Backends that have no derivative by this argument although others do, each with its reason. The choice reads
     it."""
 
 

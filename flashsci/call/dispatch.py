@@ -15,6 +15,7 @@ from flashsci.call import arguments, second_order
 from flashsci.call.ops import Given, Tensors, follow_layout, plain
 from flashsci.call.plans import Call, Plan, Run, remember
 from flashsci.call.tracing import count_flops, transforming_eagerly
+from flashsci.choice.gradients import written
 
 
 def run(
@@ -38,9 +39,10 @@ def run(
     if sink is not None:
         from flashsci.call.sink import attend
 
-        return attend(plan, tensors, sink, needs_grad)
+        return attend(plan, tensors, sink, needs_grad, call)
     if not module.FUSED:
-        twice = needs_grad and plan.backend in second_order.BACKENDS
+        tensors = plan.raised(tensors)
+        twice = needs_grad and plan.choice.forward in second_order.BACKENDS
         given = second_order.first_order(tensors) if twice else tensors
         out, lse = module.forward(given, plan.scalars)
         if twice:
@@ -52,14 +54,16 @@ def run(
         # of ModuleType.
         from flashsci.call.autograd import Forward
 
-        given = tensors.inner_contiguous()
-        result: tuple[Tensor, Tensor] = Forward.apply(plan.backend, *given, *plan.scalars)
+        given = plan.raised(tensors).inner_contiguous()
+        result: tuple[Tensor, Tensor] = Forward.apply(written(plan.choice), *given, *plan.scalars)
         return result
     direct = plain(tensors)
     if direct and call is not None and plan.settled and not plan.scalars.dropout_p:
         remember(call, around(_again(plan, tensors, needs_grad, reads_lse)))
     if not plan.as_given:
         tensors = plan.ready(tensors, needs_grad, direct)
+    elif not direct:
+        tensors = plan.raised(tensors)
     if needs_grad:
         nodes = _nodes()
         apply = nodes.apply_directly if direct else nodes.EagerForward.apply

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.call.op_checks import implement, on_one_device
-from flashsci.call.ops import LIBRARY, empty_like_layout, plain
+from flashsci.call.ops import empty_like_layout, plain
 from flashsci.call.problem import Problem
+from flashsci.call.schemas import arguments, define_op
 
 FP8 = torch.float8_e4m3fn
 MOST = 448.0  # the largest number of e4m3
@@ -64,11 +64,7 @@ class FP8Scalars(NamedTuple):
 FP8Attention = Callable[[FP8Tensors, FP8Scalars], tuple[Tensor, Tensor]]
 """A backend's function: returns out like q ``[..., Dv]`` and lse, or ``[0]`` if it is not asked for."""
 
-_ATTENTION = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
-    "SymInt window_right, bool lower_right, ScalarType out_dtype, bool return_lse) -> (Tensor out, Tensor lse)"
-)
+_ATTENTION = f"({arguments(FP8Tensors, FP8Scalars)}) -> (Tensor out, Tensor lse)"
 _T = len(FP8Tensors._fields)
 
 
@@ -81,20 +77,17 @@ def empty_results(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Ten
 
 def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Attention:
     """Define a backend's op for the given dispatch keys; returns the function that calls it."""
-    name = f"{backend}_fp8_attention"
-    LIBRARY.define(name + _ATTENTION)
 
-    def grouped(*arguments: Any) -> tuple[FP8Tensors, FP8Scalars]:
-        return FP8Tensors(*arguments[:_T]), FP8Scalars(*arguments[_T:])
+    def grouped(*given: Any) -> tuple[FP8Tensors, FP8Scalars]:
+        return FP8Tensors(*given[:_T]), FP8Scalars(*given[_T:])
 
-    for key in keys:
-        implement(LIBRARY, name, lambda *arguments: attention(*grouped(*arguments)), key)
-    torch.library.register_fake(
-        f"flashsci::{name}",
-        on_one_device(lambda *arguments: empty_results(*grouped(*arguments))),
-        lib=LIBRARY,
+    run = define_op(
+        f"{backend}_fp8_attention",
+        _ATTENTION,
+        lambda *given: attention(*grouped(*given)),
+        keys,
+        lambda *given: empty_results(*grouped(*given)),
     )
-    run = getattr(torch.ops.flashsci, name).default
 
     def direct(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = (

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashsci.call.op_checks import implement, on_one_device
+from flashsci.call.schemas import LIBRARY, arguments, define_op
 from flashsci.call.tracing import holds, is_traced
-
-LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
 
 
 def with_inner_keys(bias: Tensor) -> Tensor:
@@ -99,6 +97,11 @@ class Tensors(NamedTuple):
         return Tensors._make((*rows[:6], *whole, rows.alibi_slopes))
 
 
+def with_rank(x: Tensor | None, rank: int) -> Tensor | None:
+    """The tensor with dims of size 1 in front, up to ``rank``: a view at the same address."""
+    return x if x is None else x[(None,) * (rank - x.dim())]
+
+
 #: The arguments of a prepared function: the fields of :class:`Tensors` in their order, in any sequence.
 Given = Sequence[Any]
 
@@ -154,34 +157,19 @@ class Tangents(NamedTuple):
     key_weight: Tensor | None
 
 
-_TENSOR_ARGS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_weight, Tensor? mask, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? bias_offsets, Tensor? dropout_seed, "
-    "Tensor? alibi_slopes"
-)
-_SCALAR_ARGS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
-    "SymInt window_right, "
-    "bool lower_right, float dropout_p, str precision, bool deterministic"
-)
+_TENSOR_ARGS, _SCALAR_ARGS = arguments(Tensors), arguments(Scalars)
+# Tangents of the tensors that have gradients; in the double backward, cotangents of their gradients.
+_TANGENT_ARGS = arguments(Tangents, prefix="t")
+_SAVED_ARGS = f"{_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}"
+_GRADIENTS = "Tensor {0}q, Tensor {0}k, Tensor {0}v, Tensor {0}bias, Tensor {0}key_weight"
 FORWARD_SCHEMA = f"({_TENSOR_ARGS}, {_SCALAR_ARGS}) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = (
-    f"(Tensor? dout, Tensor? dlse, {_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}, int "
-    "need) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dkey_weight)"
+    f"(Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> ({_GRADIENTS.format('d')})"
 )
-
-# Tangents of the tensors that have gradients; in the double backward, cotangents of their gradients.
-_TANGENT_ARGS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? tkey_weight"
-JVP_SCHEMA = (
-    f"({_TANGENT_ARGS}, {_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}) -> (Tensor tout, "
-    "Tensor tlse)"
-)
+JVP_SCHEMA = f"({_TANGENT_ARGS}, {_SAVED_ARGS}) -> (Tensor tout, Tensor tlse)"
 DOUBLE_BACKWARD_SCHEMA = (
-    f"({_TANGENT_ARGS}, Tensor? dout, Tensor? dlse, {_TENSOR_ARGS}, Tensor out, Tensor lse, "
-    f"{_SCALAR_ARGS}, int need) "
-    "-> (Tensor gq, Tensor gk, Tensor gv, Tensor gbias, Tensor gkey_weight, Tensor gdout, "
-    "Tensor gdlse)"
+    f"({_TANGENT_ARGS}, Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> "
+    f"({_GRADIENTS.format('g')}, Tensor gdout, Tensor gdlse)"
 )
 
 NEED_Q, NEED_K, NEED_V, NEED_BIAS, NEED_KEY_WEIGHT, NEED_DOUT, NEED_DLSE = 1, 2, 4, 8, 16, 32, 64
@@ -341,16 +329,13 @@ def define(
         A function that calls the op with grouped arguments, as a backend's module offers it.
     """
     schema, fake, flat, grouped = PASSES[what]
-    name = f"{backend}_{what}"
-    LIBRARY.define(name + schema)
-    for key in keys:
-        implement(LIBRARY, name, lambda *arguments: kernel(*grouped(*arguments)), key)
-    torch.library.register_fake(
-        f"flashsci::{name}",
-        on_one_device(lambda *arguments: fake(*grouped(*arguments))),
-        lib=LIBRARY,
+    op = define_op(
+        f"{backend}_{what}",
+        schema,
+        lambda *given: kernel(*grouped(*given)),
+        keys,
+        lambda *given: fake(*grouped(*given)),
     )
-    op = getattr(torch.ops.flashsci, name).default
     register_vmap(op)
 
     def call(*arguments: Any) -> Any:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.call.op_checks import implement, on_one_device
-from flashsci.call.ops import LIBRARY, plain, statistics_dtype
+from flashsci.call.op_checks import on_one_device
+from flashsci.call.ops import plain, statistics_dtype
+from flashsci.call.schemas import LIBRARY, arguments, define_op
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -57,11 +58,7 @@ class PagedOps(NamedTuple):
     """(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale): scales fp32 ``[Hk]`` or None. None: it has none."""
 
 
-_ATTENTION = (
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seqused_k, Tensor cu_seqlens_q, Tensor? sink, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, int max_seqlen_q, float scale, float softcap, int window_left, "
-    "int window_right, bool return_lse) -> Tensor"
-)
+_ATTENTION = f"({arguments(PagedTensors)}, Tensor(a!) out, {arguments(PagedScalars, integer='int')}) -> Tensor"
 _WRITE = (
     "(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? k_scale, "
     "Tensor? v_scale) -> ()"
@@ -75,14 +72,16 @@ def empty_lse(q: Tensor, wanted: bool) -> Tensor:
     return q.new_empty(shape, dtype=statistics_dtype(q.dtype))
 
 
+_WANTED = _T + 1 + PagedScalars._fields.index("return_lse")
+
+
+def _fake(*given: Any) -> Tensor:
+    return empty_lse(given[0], given[_WANTED])
+
+
 def register_fake(name: str) -> None:
     """Register the fake kernel of an op of attention, for compilers."""
-    wanted = _T + 1 + PagedScalars._fields.index("return_lse")
-    torch.library.register_fake(
-        f"flashsci::{name}",
-        on_one_device(lambda *given: empty_lse(given[0], given[wanted])),
-        lib=LIBRARY,
-    )
+    torch.library.register_fake(f"flashsci::{name}", on_one_device(_fake), lib=LIBRARY)
 
 
 def define(
@@ -94,23 +93,14 @@ def define(
         attention: takes (tensors, out, scalars) and returns the lse.
         write: takes the arguments of the op.
     """
-    names = f"{backend}_paged_attention", f"{backend}_write_kv_cache"
-    for name, schema in zip(names, (_ATTENTION, _WRITE), strict=True):
-        LIBRARY.define(name + schema)
 
-    def flat(*arguments: Any) -> Tensor:
-        tensors, out, scalars = arguments[:_T], arguments[_T], arguments[_T + 1 :]
+    def flat(*given: Any) -> Tensor:
+        tensors, out, scalars = given[:_T], given[_T], given[_T + 1 :]
         lse: Tensor = attention(PagedTensors(*tensors), out, PagedScalars(*scalars))
         return lse
 
-    for key in keys:
-        implement(LIBRARY, names[0], flat, key)
-        implement(LIBRARY, names[1], write, key)
-    register_fake(names[0])
-    torch.library.register_fake(
-        f"flashsci::{names[1]}", on_one_device(lambda *arguments: None), lib=LIBRARY
-    )
-    run, store = (getattr(torch.ops.flashsci, name).default for name in names)
+    run = define_op(f"{backend}_paged_attention", _ATTENTION, flat, keys, _fake)
+    store = define_op(f"{backend}_write_kv_cache", _WRITE, write, keys, lambda *given: None)
 
     # torch's way to the same functions costs a third of a step's host time.
     def direct(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
@@ -118,7 +108,7 @@ def define(
         lse: Tensor = attention(tensors, out, scalars) if plainly else run(*tensors, out, *scalars)
         return lse
 
-    def direct_write(*arguments: Tensor | None) -> None:
-        write(*arguments) if plain(arguments) else store(*arguments)
+    def direct_write(*given: Tensor | None) -> None:
+        write(*given) if plain(given) else store(*given)
 
     return PagedOps(direct, direct_write)

@@ -3,8 +3,9 @@ launch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import is_, is_not
 from types import ModuleType
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashsci.call import bias_copy, repeats
-from flashsci.call.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys
+from flashsci.call.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys, with_rank
 from flashsci.call.tracing import casts_to, rounds_products, transforming
 from flashsci.call.transforms import wanted
-from flashsci.choice import registry
+from flashsci.choice import backends, differentiate
+from flashsci.choice.gradients import Choice
 
 autocasting = torch._C._is_any_autocast_enabled
 deterministic, grad_enabled = torch._C._get_deterministic_algorithms, torch.is_grad_enabled
@@ -38,6 +40,15 @@ Run = Callable[[Given], tuple[Tensor, Tensor]]
 Gradients = tuple[Tensor | None, ...]
 
 
+def _prepared_forward(module: Any, tensors: Tensors, scalars: Scalars) -> Run:
+    """A module's forward for plain tensors with the signature of these, in their order, with everything else
+    decided."""
+    if hasattr(module, "prepared_forward"):
+        found: Run = module.prepared_forward(tensors, scalars)
+        return found
+    return lambda tensors: module.forward(Tensors(*tensors), scalars)
+
+
 class Plan:
     """The decisions that follow from a call's tensors (by their signature) and options, and the function that
     computes it.
@@ -52,22 +63,26 @@ class Plan:
         "_forward",
         "_leaves_bias",
         "as_given",
-        "backend",
+        "choice",
         "leading",
         "module",
+        "rank",
         "scalars",
     )
 
     def __init__(
         self,
-        backend: str,
+        choice: Choice,
         module: ModuleType,
         scalars: Scalars,
         leading: tuple[int, ...] | None = None,
+        rank: int | None = None,
     ) -> None:
-        self.backend, self.module, self.scalars = backend, module, scalars
+        self.choice, self.module, self.scalars = choice, module, scalars
         # Leading dims to expand q, k, v to; None: equal ranks and dims already.
         self.leading = leading
+        # The rank of q, k, v that bias, mask and key weights are to be raised to; None: they have it.
+        self.rank = rank
         self.as_given = False  # whether kernels are known to take these tensors without a copy
         self._leaves_bias: bool | None = None  # whether kernels take it as it is
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
@@ -79,8 +94,18 @@ class Plan:
         """Whether :meth:`ready` has found out what it does."""
         return self._leaves_bias is not None
 
+    def raised(self, tensors: Given) -> Tensors:
+        """The tensors at one rank: views, which a compiler may see."""
+        rank = self.rank
+        if rank is None:
+            return Tensors(*tensors)
+        q, k, v, bias, weights, mask, *others = tensors
+        bias, mask = with_rank(bias, rank), with_rank(mask, rank)
+        return Tensors(q, k, v, bias, with_rank(weights, rank - 1), mask, *others)
+
     def ready(self, tensors: Tensors, needs_grad: bool, direct: bool = False) -> Tensors:
         """The tensors as kernels take them, with copies where needed. ``direct``: they are plain (``ops.plain``)."""
+        tensors = tensors if self.rank is None else self.raised(tensors)
         rows = tensors.inner_contiguous(None)
         if self._leaves_bias is None:
             # A copy that the gradients need as well is made here, for both.
@@ -94,11 +119,11 @@ class Plan:
         return given
 
     def prepared(self, tensors: Given) -> Run:
-        """A function that computes out and lse of plain tensors like these, as kernels take them."""
+        """A function that computes out and lse of plain tensors like these, as kernels take them or of lower ranks."""
         run = self._forward
         if run is None:
-            given = Tensors(*tensors)
-            run = self._forward = registry.prepared_forward(self.module, given, self.scalars)
+            run = _prepared_forward(self.module, self.raised(tensors), self.scalars)
+            self._forward = run = run if self.rank is None else _of_lower_ranks(run, self.raised)
         return run
 
     def repeated_backward(
@@ -128,7 +153,7 @@ class Plan:
         if run is None:
             given = Tensors(*tensors)
             kept = Saved(given.laid_out(), out, lse, self.scalars)
-            run = registry.prepared_backward(self.backend, dout, dlse, kept, need)
+            run = differentiate.prepared_backward(self.choice, dout, dlse, kept, need)
             if kept.tensors is not given:
                 run = _laying_out(run)
             if len(self._backwards) >= MOST_BACKWARDS:
@@ -138,6 +163,15 @@ class Plan:
         repeats.keep(self._backwards, (need, dout is None, dlse is None), present, run)
         found: Gradients = run(dout, dlse, tensors, out, lse)
         return found
+
+
+def _of_lower_ranks(run: Any, raised: Callable[[Given], Tensors]) -> Run:
+    """A prepared forward that also takes the tensors from which ``raised`` makes views. The strides are in ``run``; the
+    views have the addresses of the tensors, so that a function of addresses needs no views."""
+    if hasattr(run, "at_addresses"):
+        found: Run = run.at_addresses(raised)
+        return found
+    return lambda given: run(raised(given))
 
 
 def _laying_out(run: Callable[..., Gradients]) -> Callable[..., Gradients]:
@@ -172,9 +206,8 @@ def alone() -> bool:
     return unseen() and forward_ad._current_level < 0
 
 
-def present(*tensors: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-    """The tensors among these, and where there are none."""
-    return tuple([x for x in tensors if x is not None]), tuple([x is None for x in tensors])
+# For `filter` and `map` over the arguments of a call, which then run no Python.
+absent, present = functools.partial(is_, None), functools.partial(is_not, None)
 
 
 def repeated(
@@ -191,7 +224,7 @@ def repeated(
         given: all tensors that are present, q and k first.
         options: all further arguments; window and backend are separate.
     """
-    if not alone():
+    if not unseen() or forward_ad._current_level >= 0:  # as in `alone`
         return None, None
     try:
         q = given[0]
@@ -200,7 +233,7 @@ def repeated(
             entry, q.numel(), given[1].numel(), options, window,
             # 1, 1.0 and True are equal to a dict, but not to our checks.
             tuple(map(type, options if window is None else (*options, *window))),
-            registry.requested(backend), grad_enabled(), deterministic(),
+            backends.requested(backend), grad_enabled(), deterministic(),
             q.dtype is torch.float32 and rounds_products(q.dtype), autocasting() and casts_to(q),
         )  # fmt: skip
         kept = plans.get(key)

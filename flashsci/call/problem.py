@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,3 +138,30 @@ class Problem:
         if order == 0:
             return q + kv + o + lse + bias
         return 2 * (q + kv + bias) + 2 * o + lse
+
+
+def facts(
+    q: Tensor, v: Tensor, heads_q: int, heads_k: int, features: dict[str, object]
+) -> tuple[Any, ...]:
+    """The arguments of :func:`problem_of`: only constants, so that torch.compile can pass them (``index`` makes it
+    specialise on heads and head dims, as kernels do anyway)."""
+    device = q.device
+    sizes = index(heads_q), index(heads_k), index(q.shape[-1]), index(v.shape[-1])
+    return (device.type, device.index, q.dtype, *sizes, tuple(features.items()))
+
+
+def problem_of(
+    device_type: str,
+    device_index: int | None,
+    dtype: torch.dtype,
+    heads_q: int,
+    heads_k: int,
+    head_dim: int,
+    head_dim_v: int,
+    features: tuple[tuple[str, Any], ...],
+) -> Problem:
+    on_gpu = device_type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device_index) if on_gpu else None
+    return Problem(
+        device_type, capability, dtype, heads_q, heads_k, head_dim, head_dim_v, **dict(features)
+    )

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.call.op_checks import implement, on_one_device
-from flashsci.call.ops import LIBRARY, Scalars, Tensors, empty_like_layout
+from flashsci.call.ops import Scalars, Tensors, empty_like_layout
+from flashsci.call.schemas import arguments, define_op
 
 MAX_HEAD_DIM = 128  # of kernels
 
@@ -62,10 +62,7 @@ def scores_dtype(q: Tensor, bias: Tensor | None) -> torch.dtype:
     return q.dtype if bias is None else torch.promote_types(q.dtype, bias.dtype)
 
 
-_CALL = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? dropout_seed, float scale, float dropout_p, "
-    "str precision"
-)
+_CALL = arguments(ResidualCall)
 _FORWARD = f"({_CALL}) -> (Tensor out, Tensor lse, Tensor scores)"
 _BACKWARD = (
     f"(Tensor? dout, Tensor? dscores, {_CALL}, Tensor out, Tensor lse, Tensor? scores, bool need_bias) -> "
@@ -119,27 +116,29 @@ def empty_gradients(call: ResidualCall, need_bias: bool) -> tuple[Tensor, ...]:
 def define(backend: str, kernels: Kernels, keys: Sequence[str]) -> Kernels:
     """Define a backend's ops for the given dispatch keys; returns the functions that call them."""
 
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels.forward(ResidualCall(*arguments))
+    def forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return kernels.forward(ResidualCall(*given))
 
     def grouped(dout: Any, dscores: Any, *rest: Any) -> tuple[Any, ...]:
         return dout, dscores, ResidualCall(*rest[:_N]), *rest[_N:]
 
-    def backward(*arguments: Any) -> tuple[Tensor, ...]:
-        return kernels.backward(*grouped(*arguments))
+    def backward(*given: Any) -> tuple[Tensor, ...]:
+        return kernels.backward(*grouped(*given))
 
-    ops = []
-    for what, schema, function, fake in (
-        ("forward", _FORWARD, forward, lambda *a: empty_results(ResidualCall(*a))),
-        ("backward", _BACKWARD, backward, lambda *a: empty_gradients(grouped(*a)[2], a[-1])),
-    ):
-        name = f"{backend}_residual_{what}"
-        LIBRARY.define(name + schema)
-        for key in keys:
-            implement(LIBRARY, name, function, key)
-        torch.library.register_fake(f"flashsci::{name}", on_one_device(fake), lib=LIBRARY)
-        ops.append(getattr(torch.ops.flashsci, name).default)
-    run, run_backward = ops
+    run = define_op(
+        f"{backend}_residual_forward",
+        _FORWARD,
+        forward,
+        keys,
+        lambda *given: empty_results(ResidualCall(*given)),
+    )
+    run_backward = define_op(
+        f"{backend}_residual_backward",
+        _BACKWARD,
+        backward,
+        keys,
+        lambda *given: empty_gradients(grouped(*given)[2], given[-1]),
+    )
     return Kernels(
         lambda call: run(*call),
         lambda dout, dscores, call, *rest: run_backward(dout, dscores, *call, *rest),

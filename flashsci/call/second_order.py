@@ -12,7 +12,8 @@ from flashsci.backends.sdpa_kernels import laid_out
 from flashsci.call import recording
 from flashsci.call.ops import Scalars, Tensors
 from flashsci.call.tracing import transforming
-from flashsci.choice import registry
+from flashsci.choice import backends, differentiate
+from flashsci.choice.gradients import named, written
 
 BACKENDS = ("sdpa",)  # backends whose graphs end there
 _GRADIENTS = 4  # of q, k, v, bias: SDPA has none of key weights
@@ -87,10 +88,12 @@ def _again(scalars: Scalars) -> Callable[..., tuple[Tensor]]:
 
     def compute(*given: Any) -> tuple[Tensor]:
         tensors = Tensors(*given)
-        if tensors.q.is_cuda and registry.triton_rejects(tensors) is None:
+        if tensors.q.is_cuda and differentiate.triton_rejects(tensors) is None:
             from flashsci.call.autograd import Forward  # imports the compiler
 
-            return (Forward.apply("triton", *tensors.inner_contiguous(), *scalars)[0],)
-        return (registry.kernels("reference").forward(tensors, scalars)[0],)
+            return (
+                Forward.apply(written(named("triton")), *tensors.inner_contiguous(), *scalars)[0],
+            )
+        return (backends.kernels("reference").forward(tensors, scalars)[0],)
 
     return compute

@@ -17,30 +17,73 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flashsci.call import recording
-from flashsci.call.ops import Saved, Tensors, follow_layout
-from flashsci.call.plans import Plan
+from flashsci.call.ops import Given, Tensors, follow_layout, plain
+from flashsci.call.plans import Call, Plan, Run, remember
 from flashsci.call.tracing import transforming
-from flashsci.choice import registry
+from flashsci.choice.gradients import written
 
 
-def attend(plan: Plan, tensors: Tensors, sink: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """out and lse with a sink [Hq], differentiable to the order of the backend."""
+def attend(
+    plan: Plan,
+    tensors: Tensors,
+    sink: Tensor,
+    needs_grad: bool,
+    call: Call | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse with a sink [Hq], differentiable to the order of the backend. ``call``: as in ``dispatch.run``."""
     module, scalars = plan.module, plan.scalars
     found: tuple[Tensor, Tensor]
     if not module.FUSED:  # the reference; SDPA refuses
-        out, lse = module.forward(tensors, scalars, sink)
+        out, lse = module.forward(plan.raised(tensors), scalars, sink)
         return follow_layout(out, tensors.q), lse
-    tensors = tensors.inner_contiguous()
     if torch.compiler.is_compiling() or transforming():
         from flashsci.call.autograd import Forward  # imports the compiler
 
-        out, lse = Forward.apply(plan.backend, *tensors, *scalars)
+        out, lse = Forward.apply(
+            written(plan.choice), *plan.raised(tensors).inner_contiguous(), *scalars
+        )
         return with_sink(out, lse, sink)
+    direct = plain((*tensors, sink))
+    if not (plan.as_given and direct):
+        tensors = plan.ready(tensors, needs_grad, direct)
     if needs_grad:
-        found = SinkForward.apply(plan, sink, *tensors)
-        return found
-    out, lse = module.forward(tensors, scalars)
-    return _in_place(out, lse, sink)
+        found = SinkForward.apply(plan, direct, sink, *tensors)
+    else:
+        run = plan.prepared(tensors) if direct else _general(plan)
+        found = _in_place(*run(tensors), sink)
+    if (
+        direct
+        and call is not None
+        and plan.as_given
+        and plan.leading is None
+        and not scalars.dropout_p
+    ):
+        remember(call, _again(plan, tensors, needs_grad))
+    return found
+
+
+def _again(plan: Plan, tensors: Tensors, needs_grad: bool) -> Run:
+    """A run of later calls of plain tensors like these, with the sink behind them."""
+    if needs_grad:
+
+        def record(given: Given) -> tuple[Tensor, Tensor]:
+            *tensors, sink = given
+            result: tuple[Tensor, Tensor] = SinkForward.apply(plan, True, sink, *tensors)
+            return result
+
+        return record
+    prepared = plan.prepared(tensors)
+
+    def run(given: Given) -> tuple[Tensor, Tensor]:
+        out, lse = prepared(given[:-1])
+        return _in_place(out, lse, given[-1])
+
+    return run
+
+
+def _general(plan: Plan) -> Run:
+    """The forward of a plan through torch's dispatcher."""
+    return lambda tensors: plan.module.forward(Tensors(*tensors), plan.scalars)
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,9 +125,11 @@ class SinkForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-        out, lse = plan.module.forward(Tensors(*tensors), plan.scalars)
-        output = _in_place(out, lse, sink)
+    def forward(
+        ctx: Any, plan: Plan, direct: bool, sink: Tensor, *tensors: Any
+    ) -> tuple[Tensor, Tensor]:
+        run = plan.prepared(tensors) if direct else _general(plan)
+        output = _in_place(*run(tensors), sink)
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         ctx.save_for_backward(sink, *tensors, *output)
@@ -93,18 +138,20 @@ class SinkForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         sink, *tensors, out, lse = ctx.saved_tensors
-        plan, wanted = ctx.plan, ctx.needs_input_grad[1:]
+        plan, wanted = ctx.plan, ctx.needs_input_grad[2:]
         if dout is None and dlse is None:
-            return (None,) * (1 + len(wanted))
+            return (None,) * (2 + len(wanted))
         if torch.is_grad_enabled() or transforming():  # for a derivative of its own
-            return None, *_recorded(plan, [sink, *tensors], wanted, dout, dlse)
-        saved = Saved(Tensors(*tensors), out, lse, plan.scalars)
+            return None, None, *_recorded(plan, [sink, *tensors], wanted, dout, dlse)
+        from flashsci.call.autograd import eager_backward  # imports the compiler
+
         need = sum(1 << i for i, x in enumerate(wanted[1:6]) if x)
-        found = registry.backward(plan.backend, dout, dlse, saved, need) if need else ()
+        saved = (*tensors, out, lse)
+        found = eager_backward(plan, dout, dlse, saved, need) if need else ()
         gradients = [x if wanted[1 + i] else None for i, x in enumerate(found)]
         gradients += [None] * (len(tensors) - len(gradients))
         dsink = _sink_gradient(dout, dlse, out, lse, sink) if wanted[0] else None
-        return None, dsink, *gradients
+        return None, None, dsink, *gradients
 
 
 def _recorded(
@@ -119,7 +166,7 @@ def _recorded(
 
     def compute(sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
         # Saved-tensor hooks may have brought back other strides than kernels take.
-        out, lse = EagerForward.apply(plan, False, *Tensors(*tensors).laid_out())
+        out, lse = EagerForward.apply(plan, False, *plan.raised(tensors).laid_out())
         return with_sink(out, lse, sink)
 
     return recording.gradients(compute, given, wanted, (dout, dlse))

@@ -129,7 +129,7 @@ def rounds_products(dtype: torch.dtype) -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# As for registry.decide: asked once per trace. A compiler traces again if the switch has changed.
+# As for choose.decide: asked once per trace. A compiler traces again if the switch has changed.
 rounds_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

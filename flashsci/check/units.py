@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashsci import digest
-from flashsci.choice.registry import BACKENDS
+from flashsci.choice.backends import BACKENDS
 
 KERNELS = ("triton", "cuda")  # backends of our own
 # Names for groups of units: the starts of their names.

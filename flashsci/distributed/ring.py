@@ -24,13 +24,13 @@ from torch import Tensor
 
 from flashsci.call.op_checks import implement, on_one_device
 from flashsci.call.ops import (
-    LIBRARY,
     Tensors,
     empty_like_layout,
     fake_forward,
     follow_layout,
     statistics_dtype,
 )
+from flashsci.call.schemas import LIBRARY
 from flashsci.distributed import block, cost, gather, op_checks, recording
 from flashsci.distributed.block import Side
 from flashsci.distributed.call import Call, from_text

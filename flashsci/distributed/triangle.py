@@ -19,7 +19,8 @@ from torch import Tensor
 import flashsci
 from flashsci.call import arguments
 from flashsci.call.op_checks import implement, on_one_device
-from flashsci.call.ops import LIBRARY, Tensors, fake_forward, statistics_dtype
+from flashsci.call.ops import Tensors, fake_forward, statistics_dtype
+from flashsci.call.schemas import LIBRARY
 from flashsci.distributed import agreement, op_checks, recording
 from flashsci.distributed.agreement import Mesh, Value, tensor_fields
 from flashsci.distributed.block import Scores, rows_of

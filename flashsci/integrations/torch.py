@@ -22,7 +22,7 @@ from flashsci.api.attention import attention
 from flashsci.api.backward import attention_backward
 from flashsci.api.dropout import draw_seed
 from flashsci.api.varlen import varlen_attention
-from flashsci.choice import registry
+from flashsci.choice import backends
 
 NAME = "flashsci"
 KERNELS: dict[str, Callable[..., Any]] = {}  # operators of aten by name
@@ -98,8 +98,8 @@ def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
         device = arguments[0].device.type
         casts = torch.is_autocast_enabled(device)
         # Backends without an lse cannot compute this call; sdpa, which may have called this operator, is one of them.
-        without_lse = registry.requested("auto")[0] in ("sdpa", "eager")
-        ours = registry.use_backend("auto") if without_lse else nullcontext()
+        without_lse = backends.requested("auto")[0] in ("sdpa", "eager")
+        ours = backends.use_backend("auto") if without_lse else nullcontext()
         exact = torch.autocast(device, enabled=False) if casts else nullcontext()
         with torch.no_grad(), exact, ours:
             return function(*arguments, **options)

@@ -33,7 +33,7 @@ from vllm.v1.attention.backend import (
 from flashsci.api.paged import paged_attention, write_kv_cache
 from flashsci.api.varlen import varlen_attention
 from flashsci.call.problem import Problem
-from flashsci.choice.registry import BACKENDS
+from flashsci.choice.backends import BACKENDS
 
 PATH = f"{__name__}.FlashSciBackend"
 FP8 = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashsci
-from flashsci.choice import registry
+from flashsci.choice import backends, choose
 from flashsci.choice.loaded import Loaded
 from tests.support.everywhere import DEVICE
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.usefixtures("loaded")
 @pytest.fixture
 def asked(monkeypatch):
     """The backends that calls ask for, in a process that has chosen none yet."""
-    found, choose = [], registry.choose
+    found, honest = [], choose.choose
 
     def seen(problem, name, strict=False):
         found.append(name)
-        return choose(problem, name, strict)
+        return honest(problem, name, strict)
 
-    monkeypatch.setattr(registry, "choose", seen)
-    monkeypatch.setattr(registry, "LOADED", Loaded())
+    monkeypatch.setattr(choose, "choose", seen)
+    monkeypatch.setattr(backends, "LOADED", {kind: Loaded() for kind in backends.LOADED})
     torch._dynamo.reset()
     return found
 

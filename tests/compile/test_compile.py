@@ -9,7 +9,7 @@ import torch
 import flashsci
 from flashsci.backends.cuda import decisions
 from flashsci.backends.cuda.library import library_path
-from flashsci.choice import registry
+from flashsci.choice import differentiate
 
 BACKENDS = ["reference", "sdpa", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -187,14 +187,14 @@ def test_export_with_a_free_length(backend):
 def test_the_library_is_asked_in_the_middle_of_a_trace(monkeypatch, dynamic):
     """Its answer is of the sizes that the compiler traces with, and adds nothing to the program."""
     torch._dynamo.reset()
-    asked, compute = [], registry.backward
+    asked, compute = [], differentiate.backward
 
     def backward(name, dout, dlse, saved, need):
         sizes = saved.tensors.bias.shape
         asked.append((any(type(n) is not int for n in sizes), decisions.hopper_takes(saved, need)))
         return compute(name, dout, dlse, saved, need)
 
-    monkeypatch.setattr(registry, "backward", backward)
+    monkeypatch.setattr(differentiate, "backward", backward)
 
     def call(q, bias):
         return flashsci.attention(q, q, q, bias=bias, backend="triton")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashsci
+from flashsci.choice.choose import recorded_reference
 from tests.support.everywhere import BACKENDS, DEVICE
 
 pytestmark = [pytest.mark.usefixtures("loaded")]
@@ -165,7 +166,7 @@ def test_sdpa_refuses_sizes_from_data_with_advice(which):
 
 
 def test_opcheck_of_the_packed_reference():
-    flashsci.choice.registry.load_recorded_reference()
+    recorded_reference()
     ops = torch.ops.flashsci
     q, k, v = (torch.randn(2, 5, 16, device=DEVICE) for _ in range(3))
     tensors = (q, k, v, None, None, None, OFFSETS[0], OFFSETS[0], None, None, None)

@@ -11,8 +11,9 @@ from flashsci.call.autograd import EagerForward
 from flashsci.call.ops import Scalars, Tensors
 from flashsci.call.plans import Plan
 from flashsci.call.sink import SinkForward
-from flashsci.choice import registry
-from flashsci.choice.registry import kernels
+from flashsci.choice import differentiate
+from flashsci.choice.backends import kernels
+from flashsci.choice.gradients import named
 from tests.support.everywhere import BACKENDS, DEVICE
 
 SCALARS = Scalars(-1, -1, 0.5, 0.0, -1, -1, True, 0.0, "default", False)
@@ -190,17 +191,19 @@ class Sharing:
 @pytest.mark.parametrize("order", [1, 2])
 def test_who_chooses_kernels_sees_tensors_as_kernels_take_them(monkeypatch, order, sink):
     """The library looks at strides, and refuses those that no kernel takes."""
-    module, plan = Sharing(), Plan("cuda", None, SCALARS)
+    module, plan = Sharing(), Plan(named("cuda"), None, SCALARS)
     plan.module = module
-    monkeypatch.setattr(registry, "_sharing", lambda name: module if name == "cuda" else None)
     monkeypatch.setattr(
-        registry, "kernels", lambda name: module if name == "cuda" else kernels(name)
+        differentiate, "sharing", lambda choice: module if choice.forward == "cuda" else None
+    )
+    monkeypatch.setattr(
+        differentiate, "kernels", lambda name: module if name == "cuda" else kernels(name)
     )
     inputs = rows(2, bias=True) + [leaf(2)] * sink
 
     def call(backend, q, k, v, bias, s=None):
         if s is not None:
-            return SinkForward.apply(plan, s, *Tensors(q, k, v, bias))
+            return SinkForward.apply(plan, False, s, *Tensors(q, k, v, bias))
         return EagerForward.apply(plan, False, *Tensors(q, k, v, bias))
 
     with saved_tensors_hooks(lambda x: x, transposed):

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 import flashsci
 from flashsci.call import ops
-from flashsci.choice import registry
+from flashsci.choice import backends
 from flashsci.testing import bounds
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 FUSED = ("triton", "cuda") if GPU else ("triton",)
 for name in FUSED:  # their ops exist once they are loaded
-    assert registry.BACKENDS[name].unavailable() is None, registry.BACKENDS[name].unavailable()
+    assert backends.BACKENDS[name].unavailable() is None, backends.BACKENDS[name].unavailable()
 fused = pytest.mark.parametrize("backend", FUSED)
 SCALARS = (-1, -1, 0.25, 0.0, -1, 0, False, 0.0, "default", False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import flashsci
 from flashsci.backends import cuda, triton
 from flashsci.backends.cuda.library import library_path
-from flashsci.choice import registry
+from flashsci.call.problem import problem_of
+from flashsci.choice import preferences
 
 needs_library = pytest.mark.skipif(
     library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)"
@@ -20,9 +22,9 @@ needs_library = pytest.mark.skipif(
 @pytest.fixture
 def hopper(monkeypatch):
     """Calls as they would be seen on an H100."""
-    known = registry.problem_of
+    known = problem_of
     monkeypatch.setattr(
-        registry,
+        sys.modules["flashsci.api.explain"],
         "problem_of",
         lambda *a: replace(known(*a), device_type="cuda", capability=(9, 0)),
     )
@@ -73,10 +75,10 @@ def test_kernels(hopper, name):
 
 @needs_library
 def test_gradients_that_triton_leaves_to_cuda(hopper, monkeypatch):
-    by_triton = replace(registry.preferences.find("calls", PROBLEM), order=("triton",))
-    find = registry.preferences.find
+    by_triton = replace(preferences.find("calls", PROBLEM), order=("triton",))
+    find = preferences.find
     monkeypatch.setattr(
-        registry.preferences,
+        preferences,
         "find",
         lambda kind, *rest: by_triton if kind == "calls" else find(kind, *rest),
     )

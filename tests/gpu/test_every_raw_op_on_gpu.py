@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashsci.choice import registry
+from flashsci.choice import backends
 from tests.support.raw_op_calls import CALLS, COMPOSED, Right, all_ops
 from tests.support.raw_op_judge import judge, wrong_calls
 
@@ -26,7 +26,7 @@ def context():
 
 def require(right: Right) -> None:
     """What this machine cannot run is a reason to skip, never a pass."""
-    reason = registry.BACKENDS[right.op.split("_")[0]].unavailable()
+    reason = backends.BACKENDS[right.op.split("_")[0]].unavailable()
     if reason is not None:
         pytest.skip(reason)
     capability = torch.cuda.get_device_capability()

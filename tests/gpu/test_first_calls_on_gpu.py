@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashsci.choice import registry
+from flashsci.choice import backends
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.gpu
@@ -70,7 +70,7 @@ CODE = """
 @pytest.mark.parametrize("backend", ["auto", "triton", "cuda"])
 def test_calls_of_every_kind(backend, tmp_path):
     if backend != "auto":
-        reason = registry.BACKENDS[backend].unavailable()
+        reason = backends.BACKENDS[backend].unavailable()
         if reason is not None:
             pytest.skip(f"{backend}: {reason}")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashsci.choice import registry
+from flashsci.choice import backends
 from flashsci.testing import Inputs, Judge, evaluate
 
 NAME = "cuda:sm80"
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def loaded():
-    reason = registry.GENERATIONS[NAME].load().unavailable()
+    reason = backends.GENERATIONS[NAME].load().unavailable()
     if reason is not None:
         pytest.skip(reason)
 

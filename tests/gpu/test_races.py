@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call import ops
-from flashsci.choice import registry
+from flashsci.choice import backends
 from flashsci.testing import (
     FP8Case,
     FP8Inputs,
@@ -49,8 +49,8 @@ PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if ON_GPU
 
 def unavailable(generation: str, dtype: str) -> str | None:
     """Why this machine cannot run a generation's kernels, or None."""
-    if generation in registry.BACKENDS:
-        return registry.BACKENDS[generation].unavailable()
+    if generation in backends.BACKENDS:
+        return backends.BACKENDS[generation].unavailable()
     suffix = next(s for s, d in races.DTYPES.items() if d == dtype)
     return raw_calls.unavailable(generation, suffix)
 
@@ -175,9 +175,9 @@ class Kernels:
     @functools.cached_property
     def _forward(self) -> Callable[[], tuple[Tensor, ...]]:
         x = self.inputs
-        if self.call.generation in registry.BACKENDS:
+        if self.call.generation in backends.BACKENDS:
             scalars = ops.Scalars(*self.scalars, 0.0, "default", True)
-            forward = registry.BACKENDS[self.call.generation].load().forward
+            forward = backends.BACKENDS[self.call.generation].load().forward
             return functools.partial(forward, self.tensors, scalars)
         return functools.partial(
             torch.ops.flashsci.cuda_forward.default,
@@ -195,10 +195,10 @@ class Kernels:
         """What runs the backward, given the results of a forward."""
         x, need = self.inputs, self.need if need is None else need
         out, lse = self._swap(results["out"]), results["lse"]
-        if self.call.generation in registry.BACKENDS:
+        if self.call.generation in backends.BACKENDS:
             scalars = ops.Scalars(*self.scalars, 0.0, "default", deterministic)
             saved = ops.Saved(self.tensors, out, lse, scalars)
-            backward = registry.BACKENDS[self.call.generation].load().backward
+            backward = backends.BACKENDS[self.call.generation].load().backward
             call = functools.partial(backward, self.dout, None, saved, need)
         else:
             call = functools.partial(

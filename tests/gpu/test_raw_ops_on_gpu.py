@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from flashsci.choice import registry
+from flashsci.choice import backends
 from flashsci.testing import poisoned_memory
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ SCALARS = {
 
 @pytest.fixture(autouse=True)
 def loaded():
-    reason = registry.BACKENDS["cuda"].unavailable()
+    reason = backends.BACKENDS["cuda"].unavailable()
     if reason is not None:
         pytest.skip(f"cuda: {reason}")
     yield

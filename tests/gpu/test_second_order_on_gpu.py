@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flashsci
-from flashsci.choice import registry
+from flashsci.choice import backends
 from flashsci.testing import (
     Case,
     Judge,
@@ -30,7 +30,7 @@ def cases(dtype):
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_generated_problems(dtype, backend, number):
-    reason = registry.BACKENDS[backend].unavailable()
+    reason = backends.BACKENDS[backend].unavailable()
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
     inputs = make_inputs(cases(dtype)[number], DEVICE)

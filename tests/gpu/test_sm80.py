@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashsci.choice import registry
+from flashsci.choice import backends
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs, poisoned_memory
 
 DEVICE = torch.device("cuda")
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def loaded():
-    reason = registry.find(NAME).unavailable()
+    reason = backends.find(NAME).unavailable()
     if reason is not None:
         pytest.skip(f"{NAME}: {reason}")
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import flashsci
-from flashsci.choice import registry
+from flashsci.choice import backends
 from tools.bench import fa3, peers, revision
 from tools.bench.cases import BenchError
 from tools.bench.inputs import Inputs, Unsupported
 
-OURS = (*registry.BACKENDS, *registry.GENERATIONS, registry.EAGER.name, "auto")
+OURS = (*backends.BACKENDS, *backends.GENERATIONS, backends.EAGER.name, "auto")
 BASELINES = (
     *(f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS),
     *("math", "flex", "fa3", "cueq", "turbo"),

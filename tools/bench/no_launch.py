@@ -22,7 +22,8 @@ from flashsci.backends.cuda import prepared
 from flashsci.backends.triton import launcher
 from flashsci.call import plans
 from flashsci.call.problem import Problem
-from flashsci.choice import registry
+from flashsci.choice import choose, differentiate
+from flashsci.choice.gradients import Choice, named
 
 attention = flashsci.attention  # binds the functions, and loads their modules
 varlen = sys.modules["flashsci.api.varlen"]
@@ -49,8 +50,8 @@ class Launch(launcher.Launch):
         self.compiled[kind] = lambda pointers: function()
 
 
-def _chosen(problem: Problem, name: str, strict: bool = False) -> str:
-    return "cuda" if name == "auto" else name
+def _chosen(problem: Problem, name: str, strict: bool = False) -> Choice:
+    return named("cuda" if name == "auto" else name)
 
 
 def keep_memory() -> None:
@@ -78,7 +79,7 @@ def no_launches() -> Iterator[None]:
         replace(cuda.library, "fills_results", lambda: False)
         replace(cuda, "backward_kernels", lambda *_: (90, None))
         replace(prepared, "_stream_of", lambda index: 0)
-        replace(registry, "choose", _chosen)
+        replace(choose, "choose", _chosen)
         for name in ("cuda_prepared_forward", "cuda_prepared_backward"):
             replace(torch.ops.flashsci, name, _prepare)
         replace(triton.plans.dense, "Launch", Launch)
@@ -96,4 +97,4 @@ def no_launches() -> Iterator[None]:
 def _forget() -> None:
     plans.plans.clear()
     triton.plans.dense.plan.cache_clear()
-    registry._gradients_of.cache_clear()
+    differentiate._gradients_of.cache_clear()

@@ -21,7 +21,7 @@ import torch
 
 from flashsci.call import ops
 from flashsci.call.problem import Problem, sums_bias
-from flashsci.choice import preferences, registry
+from flashsci.choice import backends, candidates, preferences
 from flashsci.choice.preferences import Table
 from tools.bench.inputs import DTYPES
 
@@ -100,7 +100,7 @@ def generation_of(case: dict[str, Any], problem: Problem) -> int:
     """The cuda backend's kernels for the gradients of a case, with bias and mask in their memory layout."""
     if problem.capability is None:
         return 0
-    module = registry.find("cuda").load()
+    module = backends.find("cuda").load()
     reason = module.library.load()
     if reason is not None and (problem.bias or problem.mask):
         raise RuntimeError(f"the library says whose gradients records are of, and {reason}")
@@ -156,7 +156,7 @@ def _timed(file: str, records: list[dict]) -> Timed | None:
     best = {}
     for kind, times in passes.items():
         peers = [n for n in times if n in (*BACKENDS, "cuda:own", *SDPA_KERNELS)]
-        if registry.may_hold_scores(problem):
+        if candidates.may_hold_scores(problem):
             peers += [n for n in ("math", "sdpa:math") if n in times]
         best[kind] = min((times[n] for n in peers), default=math.inf)
     if math.isinf(best["forward"]):
@@ -183,7 +183,7 @@ def _backends(times: dict[str, float], problem: Problem) -> dict[str, float]:
         there = [times[n] for n in kernels if n in times]
         if there:
             found["sdpa"] = min(there)
-    refused = registry.find("eager").rejects(problem)
+    refused = candidates.rejects("eager", problem)
     if "eager" not in found and "math" in times and refused is None:
         found["eager"] = times["math"]
     return found
@@ -193,7 +193,7 @@ def pick(order: Iterable[str], case: Timed, grad: bool) -> str | None:
     """The first backend of an order that is not known to refuse; None: it was not measured."""
     times = case.serving(grad)
     for name in order:
-        if name == "eager" and not registry.may_hold_scores(case.problem):
+        if name == "eager" and not candidates.may_hold_scores(case.problem):
             continue
         if name not in times:
             return None
@@ -256,7 +256,7 @@ def fastest(case: Timed) -> float:
 
 
 def allowed(name: str, case: Timed) -> bool:
-    return name not in ("eager", "reference") or registry.may_hold_scores(case.problem)
+    return name not in ("eager", "reference") or candidates.may_hold_scores(case.problem)
 
 
 def summary(found: list[Regret]) -> dict[str, list[float]]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashsci import errors
 from flashsci.call.ops import (
     NEED_BIAS,
     NEED_K,
@@ -31,7 +32,7 @@ from flashsci.call.ops import (
     Tensors,
     empty_like_layout,
 )
-from flashsci.choice import registry
+from flashsci.choice import backends
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FOLDERS = ("sm90", "sm80", "sm75", "small")
@@ -208,7 +209,7 @@ class Build:
             with torch.cuda.device(q.device):
                 error = launch(c.byref(p), c.c_void_p(torch.cuda.current_stream().cuda_stream))
             if error == NOT_SUPPORTED:
-                raise registry.BackendError(f"{self.name} leaves this to an older generation")
+                raise errors.BackendError(f"{self.name} leaves this to an older generation")
             if error:
                 raise RuntimeError(f"{self.name}: cudaError {error}")
 
@@ -315,16 +316,16 @@ def _options(tensors: Tensors, scalars: Scalars) -> dict[str, Any]:
     }
 
 
-class _Installed(registry.Backend):
+class _Installed(backends.Backend):
     """A backend whose module is at hand."""
 
     def load(self) -> Any:
-        return registry.LOADED[self.name]
+        return backends.LOADED[backends.ATTENTION][self.name]
 
 
 def install(given: str) -> Build:
     """Make a build a backend of this process, in place of the package's backend of that name, if there is one."""
     build = Build(given)
-    registry.LOADED[build.name] = build
-    registry.BACKENDS[build.name] = _Installed(build.name, "")
+    backends.LOADED[backends.ATTENTION][build.name] = build
+    backends.BACKENDS[build.name] = _Installed(build.name, "")
     return build

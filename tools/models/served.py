@@ -12,7 +12,9 @@ from torch import Tensor
 import flashsci
 from flashsci.call.ops import Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
-from flashsci.choice import registry
+from flashsci.choice import backends, explanation
+from flashsci.choice.gradients import gradients as kernels_of
+from flashsci.choice.gradients import named
 
 _NAMES = {
     torch.float64: "fp64",
@@ -74,7 +76,7 @@ def residual_attention(
 
 
 def _note(
-    found: registry.Explanation, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    found: explanation.Explanation, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> dict:
     """The note of a call, entered in the log."""
     problem, chosen = found.problem, found.chosen
@@ -83,7 +85,7 @@ def _note(
     plain = {n: x for n, x in given.items() if n not in tensors and x not in (None, False, 0.0)}
     gradients = None
     if problem.requires_grad and chosen is not None:
-        gradients = registry.gradients(chosen, problem, _in_place(tensors, problem)).backend
+        gradients = kernels_of(named(chosen), problem, _in_place(tensors, problem)).backend
     note = {
         "shapes": {name: list(x.shape) for name, x in tensors.items()},
         "strides": {name: list(x.stride()) for name, x in tensors.items()},
@@ -100,7 +102,7 @@ def _note(
 
 def _in_place(tensors: dict[str, Tensor], problem: Problem) -> bool:
     """Whether Hopper's backward takes bias and mask in place, or after a copy that is made of them."""
-    cuda = registry.BACKENDS["cuda"].load()
+    cuda = backends.BACKENDS["cuda"].load()
     with torch.no_grad():
         named = {n: tensors.get(n) for n in ("q", "k", "v", "bias", "key_weight", "mask")}
         given = Tensors(**named).inner_contiguous()

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flashsci.call import paged_ops
 from flashsci.call.op_checks import on_one_device
-from flashsci.call.ops import LIBRARY, Tensors, fake_backward, fake_forward, register_vmap
+from flashsci.call.ops import Tensors, fake_backward, fake_forward, register_vmap
+from flashsci.call.schemas import LIBRARY
 
 ops: Any = None  # (forward, backward) of the loaded library, as torch has them
 handle: ctypes.CDLL | None = None  # the same library for calls without torch's dispatcher

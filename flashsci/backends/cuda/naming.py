@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -13,8 +13,6 @@ from flashsci.backends.cuda.paged import misfit
 from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
 from flashsci.call.ops import Saved, Scalars, Tensors, fake_forward
 from flashsci.call.paged_ops import PagedScalars, PagedTensors
-from flashsci.call.problem import Problem
-from flashsci.choice import registry
 
 _Tensor = TypeVar("_Tensor", Tensor, None)
 
@@ -29,6 +27,10 @@ def _generation(name: str) -> int:
     return int(name.rpartition(":sm")[2]) if ":sm" in name else 0
 
 
+def _is_cuda(name: str) -> bool:
+    return name.partition(":")[0] == "cuda"
+
+
 def _named(kernels: rehearsal.Kernels | None) -> str | None:
     """The folders of kernels; those of parts that generations share are left out."""
     folders = rehearsal.folders(kernels or ())
@@ -36,15 +38,20 @@ def _named(kernels: rehearsal.Kernels | None) -> str | None:
 
 
 class Named(NamedTuple):
-    """The kernels of a call, and of its gradients with the choice of their backend; None: not of this library."""
+    """The kernels of a call and of its gradients, None if not of this library; and the backend of the gradients."""
 
     kernel: str | None
     gradient_kernel: str | None = None
-    gradients: registry.Gradients | None = None
+    gradients: str | None = None
 
 
 def attention(
-    name: str, problem: Problem, tensors: Tensors, scalars: Scalars, need: int, device: torch.device
+    name: str,
+    tensors: Tensors,
+    scalars: Scalars,
+    need: int,
+    device: torch.device,
+    whose: Callable[[bool], str | None],
 ) -> Named:
     """The kernels of a dense or packed call that backend ``name`` serves.
 
@@ -52,8 +59,9 @@ def attention(
         tensors: without memory, in the ranks that backends take.
         need: the gradients that are wanted; 0: none.
         device: that of the call.
+        whose: the backend of the gradients, if the Hopper backward takes the strides of bias and mask, or if not.
     """
-    generation, own = _generation(name), name in registry.FORWARD_OF_CUDA
+    generation, own = _generation(name), _is_cuda(name)
     rows = layouts.whole_rows(tensors.inner_contiguous(None))
     kernels = decisions.forward(rows, scalars, generation, device) if own else None
     # Only these kernels take a bias whose heads are neighbours in memory in both passes; others get a copy.
@@ -64,13 +72,10 @@ def attention(
     if not need:
         return Named(_named(kernels))
     saved = Saved(rows, *fake_forward(rows), scalars)
-    chosen = registry.Gradients(name)
-    if not in_place:
-        takes = decisions.hopper_takes(saved, need, device)
-        chosen = registry.gradients(name, replace(problem, inner_heads=False), takes)
-    if chosen.backend not in registry.FORWARD_OF_CUDA:
+    chosen = name if in_place else whose(decisions.hopper_takes(saved, need, device))
+    if chosen is None or not _is_cuda(chosen):
         return Named(_named(kernels), None, chosen)
-    found = decisions.backward(saved, need, _generation(chosen.backend), device)
+    found = decisions.backward(saved, need, _generation(chosen), device)
     return Named(_named(kernels), _named(found), chosen)
 
 

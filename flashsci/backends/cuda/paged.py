@@ -151,6 +151,9 @@ def attention(
 OPS = PagedOps(attention, None)
 
 
-def ops_of(generation: int) -> PagedOps:
+def _ops_of(generation: int) -> PagedOps:
     """The paged functions of one generation of kernels."""
     return PagedOps(functools.partial(attention, generation=generation), None)
+
+
+SM80, SM90 = _ops_of(80), _ops_of(90)

@@ -136,6 +136,13 @@ class Forward:
         other.discarded = _discarded(self.single.device)
         return other
 
+    def at_addresses(self, raised: Callable[[Given], Tensors]) -> Forward:
+        """The same for tensors from which ``raised`` makes views: the library reads addresses, and strides that it
+        keeps."""
+        other, general = copy.copy(self), self.general
+        other.general = lambda tensors: general(raised(tensors))
+        return other
+
     def __call__(self, tensors: Given) -> tuple[Tensor, Tensor]:
         q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _ = tensors
         if weights is not None:

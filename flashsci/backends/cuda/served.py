@@ -1,7 +1,7 @@
 """The calls that the library computes, forward and backward separately, by the properties of a Problem.
 
 decisions.py asks the library about tensors. If the library has no backward for a call, or a slower one,
-flashsci/choice/registry.py names another backend, which takes the same saved tensors.
+flashsci/choice/gradients.py names another backend, which takes the same saved tensors.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _kernels(
 
 
 def rejects(problem: Problem, generation: int = 0) -> str | None:
-    """Why the forward of a call cannot be computed; None if it can. (The registry adds who can.)"""
+    """Why the forward of a call cannot be computed; None if it can. (The choice adds who can.)"""
     if problem.device_type != "cuda" or problem.capability is None:
         return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}"
     if problem.paged:

@@ -8,7 +8,7 @@ import torch
 import flashsci
 from flashsci.call import plans
 from flashsci.call.problem import Problem
-from flashsci.choice import registry
+from flashsci.choice import candidates, preferences
 from flashsci.testing import TRAPS, Inputs, Judge, evaluate, traps, traps_models
 
 SERVED = [
@@ -93,10 +93,10 @@ def test_refusals(options, what):
 def test_auto_never_holds_more_scores_than_the_call_has_numbers(changes, may, monkeypatch):
     given = {"batch": (2,), "seq_q": 5, "seq_k": 5, **changes}
     problem = Problem("cuda", (9, 0), torch.float32, 4, 4, 16, 16, **given)
-    assert registry.may_hold_scores(problem) is may
-    rule = registry.preferences.Rule({}, ("eager", "reference"), "")
-    monkeypatch.setattr(registry.preferences, "find", lambda *_: rule)
-    assert ("eager" in registry._candidates(problem, "auto", False)) is may
+    assert candidates.may_hold_scores(problem) is may
+    rule = preferences.Rule({}, ("eager", "reference"), "")
+    monkeypatch.setattr(preferences, "find", lambda *_: rule)
+    assert ("eager" in candidates.candidates(problem, "auto", False)) is may
 
 
 WIDE = Problem(
@@ -114,7 +114,7 @@ def tf32():
 
 
 def order(problem):
-    return registry._candidates(problem, "auto", False)
+    return candidates.candidates(problem, "auto", False)
 
 
 def test_wide_heads_in_fp32_are_left_to_torch():

@@ -8,7 +8,7 @@ import torch
 
 import flashsci
 from flashsci.call import arguments
-from flashsci.choice import registry
+from flashsci.choice import backends
 
 
 def draw(*shape, dtype=torch.float32):
@@ -445,7 +445,7 @@ def test_unknown_backend_in_the_environment(monkeypatch):
 
 
 def no_library(monkeypatch, reason):
-    cuda = registry.BACKENDS["cuda"].load()
+    cuda = backends.BACKENDS["cuda"].load()
     monkeypatch.setattr(cuda, "unavailable", lambda: reason)
 
 
@@ -463,7 +463,7 @@ def test_cuda_build_absent(monkeypatch, fresh_registry):
 
 
 def test_cuda_library_missing_from_disk(monkeypatch, fresh_registry):
-    cuda = registry.BACKENDS["cuda"].load()
+    cuda = backends.BACKENDS["cuda"].load()
     monkeypatch.setattr(cuda.library, "library_path", lambda: None)
     monkeypatch.setattr(cuda.library, "_loaded", False)
     monkeypatch.setattr(cuda.library, "_problem", None)
@@ -474,7 +474,7 @@ def test_driver_absent():
     """No GPU here: the reason names what is missing, for cuda and (not interpreted) for Triton."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a driver")
-    reason = registry.BACKENDS["cuda"].load().unavailable()
+    reason = backends.BACKENDS["cuda"].load().unavailable()
     assert reason is not None and any(
         word in reason for word in ("was not built", "without CUDA", "no CUDA device")
     )
@@ -492,7 +492,14 @@ def test_nested_tensors_take_no_bias():
     x = torch.nested.nested_tensor([draw(3, 8), draw(2, 8)], layout=torch.jagged)
     refuses(ValueError, "varlen_attention", flashsci.attention, x, x, x, bias=draw(1))
     refuses(ValueError, "varlen_attention", flashsci.attention, x, x, x, key_weight=draw(1))
-    refuses(ValueError, "jagged nested tensors.* got k with layout torch.strided", flashsci.attention, x, draw(2, 3, 8), x)
+    refuses(
+        ValueError,
+        "jagged nested tensors.* got k with layout torch.strided",
+        flashsci.attention,
+        x,
+        draw(2, 3, 8),
+        x,
+    )
 
 
 def test_errors_are_the_same_with_a_cached_plan():

@@ -14,9 +14,9 @@ from flashsci.backends import triton
 from flashsci.backends.cuda import library
 from flashsci.call.fp8_ops import FP8
 from flashsci.call.problem import Problem
-from flashsci.choice import preferences, registry
+from flashsci.choice import backends, candidates, choose, preferences
 
-NAMES = (*registry.BACKENDS, *registry.GENERATIONS, registry.EAGER.name)
+NAMES = (*backends.BACKENDS, *backends.GENERATIONS, backends.EAGER.name)
 DTYPES = ("bf16", "fp16", "fp32")
 UNITS = [f"cuda/sm{g}/{u}_{d}" for g in (75, 80, 90) for u in ("fwd", "bwd") for d in DTYPES]
 UNITS += ["cuda/sm90/fp8_e4m3", *(f"cuda/sm90/pair_{d}" for d in DTYPES)]
@@ -78,13 +78,13 @@ def everything():
     """All backends as if installed, the library as built for some GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("triton", "cuda"):
-            patch.setattr(registry.BACKENDS[name].load(), "unavailable", lambda: None)
-        for name in registry.GENERATIONS:
-            patch.setattr(registry.GENERATIONS[name].load(), "unavailable", lambda: None)
+            patch.setattr(backends.BACKENDS[name].load(), "unavailable", lambda: None)
+        for name in backends.GENERATIONS:
+            patch.setattr(backends.GENERATIONS[name].load(), "unavailable", lambda: None)
         patch.setattr(triton, "INTERPRETED", False)
         patch.setattr(library, "build_info", lambda: BUILDS[0])
         yield patch
-    registry._choices.clear()
+    choose._choices.clear()
 
 
 NAMED = re.compile(r"'(reference|sdpa|triton|eager|cuda(?::\w+)?)'")
@@ -95,19 +95,19 @@ NAMED = re.compile(r"'(reference|sdpa|triton|eager|cuda(?::\w+)?)'")
 def test_advice_is_of_backends_that_can(everything, problem, build):
     everything.setattr(library, "build_info", lambda: build)
     for name in NAMES:
-        reason = registry.find(name).rejects(problem)
+        reason = candidates.rejects(name, problem)
         if reason is None:
             continue
         assert not NAMED.search(reason), f"a reason that names a backend by itself: {reason}"
         with pytest.raises(flashsci.BackendError) as caught:
-            registry.choose(problem, name, strict=True)
+            choose.choose(problem, name, strict=True)
         said = str(caught.value)
         assert reason in said and said.startswith(f"backend {name!r} cannot serve this call: ")
         advised = NAMED.findall(said.removeprefix(f"backend {name!r}"))
-        able = [n for n in registry.BACKENDS if registry.find(n).rejects(problem) is None]
+        able = [n for n in backends.BACKENDS if candidates.rejects(n, problem) is None]
         assert set(able) <= set(advised) and name not in advised, said
         for other in advised:
-            assert registry.find(other).rejects(problem) is None, said
+            assert candidates.rejects(other, problem) is None, said
         assert advised or said.endswith("; no other backend can")
         order = [n for n in preferences.find("calls", problem).order if n in advised]
         assert advised[: len(order)] == order or len(order) < 2, "what auto prefers comes first"
@@ -120,7 +120,7 @@ def test_words():
         flashsci.BackendError, match=r"cannot serve this call: SDPA has no softcap; backend=.* can$"
     ):
         flashsci.attention(q, q, q, softcap=2.0, backend="sdpa")
-    assert registry._advice(["triton"]) == "; backend='triton' can"
-    assert registry._advice(["triton", "cuda"]) == "; backend='triton' or 'cuda' can"
-    assert registry._advice(["a", "b", "c"]) == "; backend='a', 'b' or 'c' can"
-    assert registry._advice([]) == "; no other backend can"
+    assert candidates.advice(["triton"]) == "; backend='triton' can"
+    assert candidates.advice(["triton", "cuda"]) == "; backend='triton' or 'cuda' can"
+    assert candidates.advice(["a", "b", "c"]) == "; backend='a', 'b' or 'c' can"
+    assert candidates.advice([]) == "; no other backend can"

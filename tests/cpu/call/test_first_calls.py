@@ -96,7 +96,7 @@ def test_the_cuda_library(outcome):
         f"""
         import pathlib, torch, types
         from flashsci.call import ops
-        from flashsci.choice import registry
+        from flashsci.choice import backends
         from flashsci.backends.cuda import library as cuda
 
         outcome, loads, asked = {outcome!r}, [], []
@@ -141,7 +141,7 @@ def test_the_cuda_library(outcome):
             torch.ops.load_library = load
 
         answers = []
-        together([lambda: answers.append(registry.BACKENDS["cuda"].unavailable()) for _ in range(16)])
+        together([lambda: answers.append(backends.BACKENDS["cuda"].unavailable()) for _ in range(16)])
         expected = dict(absent="was not built", broken="cannot be loaded", loaded="cannot use this machine's driver")[outcome]
         assert all(a is not None and expected in a for a in answers), answers
         assert len(answers) == 16 and len(loads) == 1 and len(asked) <= 1
@@ -195,7 +195,7 @@ def test_a_fallback_warns_once():
     fresh(
         """
         import warnings
-        from flashsci.choice import registry
+        from flashsci.choice import backends
         import torch, flashsci
         from flashsci.backends import cuda
         cuda.unavailable = lambda: "not here"

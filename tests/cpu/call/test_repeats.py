@@ -20,7 +20,8 @@ import flashsci
 from flashsci.backends import cuda, triton
 from flashsci.backends.cuda import prepared
 from flashsci.call import plans, repeats
-from flashsci.choice import registry
+from flashsci.choice import choose
+from flashsci.choice.gradients import named
 from tests.support import opaque
 from tools.bench.no_launch import no_launches
 
@@ -216,9 +217,9 @@ CONTEXTS = {
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_what_torch_is_about_makes_another_call(planned, name, monkeypatch):
     """In a context the call is planned there; after it the earlier one is repeated again. By "auto", which all of them concern."""
-    chosen = registry.choose
+    chosen = choose.choose
     monkeypatch.setattr(
-        registry, "choose", lambda problem, name, strict: "triton" if name == "auto" else chosen(problem, name, strict)
+        choose, "choose", lambda problem, name, strict: named("triton") if name == "auto" else chosen(problem, name, strict)
     )  # fmt: skip
     tensors = draw(grad=True)
     warm(*tensors, backend="auto")

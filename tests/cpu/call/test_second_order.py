@@ -454,13 +454,15 @@ class Bare:
 
 @pytest.fixture
 def bare(monkeypatch):
-    from flashsci.choice import registry
+    from flashsci.api import attention as dense
+    from flashsci.choice import backends, differentiate
+    from flashsci.choice.gradients import named
 
-    monkeypatch.setitem(registry.LOADED, "cuda", Bare)
-    monkeypatch.setattr(registry, "decide", lambda *a: a[-1])
-    registry._triton_rejects.cache_clear()
+    monkeypatch.setitem(backends.LOADED["attention"], "cuda", Bare)
+    monkeypatch.setattr(dense, "decide", lambda kind, call, name: named(name))
+    differentiate._triton_rejects.cache_clear()
     yield
-    registry._triton_rejects.cache_clear()
+    differentiate._triton_rejects.cache_clear()
 
 
 def test_triton_serves_the_second_order_of_other_backends(bare, fresh_registry):

@@ -10,7 +10,7 @@ import torch
 import flashsci
 from flashsci.backends.cuda.library import library_path
 from flashsci.call.problem import Problem
-from flashsci.choice import preferences, registry
+from flashsci.choice import choose, preferences
 from tools.bench.cases import CASES
 from tools.bench.inputs import make_inputs
 from tools.choice import preferences as script
@@ -109,7 +109,7 @@ def saved(tmp_path, monkeypatch):
 
 def forget():
     preferences.tables.cache_clear()
-    registry._choices.clear()
+    choose._choices.clear()
 
 
 def test_from_records_to_a_call(saved, tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ import flashsci
 from flashsci.backends.cuda.library import library_path
 from flashsci.call import ops
 from flashsci.call.problem import Problem
-from flashsci.choice import preferences, registry
+from flashsci.choice import backends, candidates, differentiate, explanation, gradients, preferences
 
 Q = torch.randn(2, 4, 5, 8)
 DEFAULTS = preferences.read(preferences.FOLDER / "defaults.json")
@@ -103,7 +103,7 @@ def test_use_backend_is_undone_by_an_error():
         flashsci.use_backend("reference", strict=True),
     ):
         raise RuntimeError("inside")
-    assert registry.requested("auto") == ("auto", False)
+    assert backends.requested("auto") == ("auto", False)
 
 
 def test_environment(monkeypatch):
@@ -113,7 +113,7 @@ def test_environment(monkeypatch):
         assert flashsci.explain(Q, Q, Q).chosen == "sdpa"
     assert flashsci.explain(Q, Q, Q, backend="triton").asked == "triton"
     calls = []
-    reference = registry.BACKENDS["reference"].load()
+    reference = backends.BACKENDS["reference"].load()
     honest = reference.forward
     monkeypatch.setattr(reference, "forward", lambda *a: calls.append(1) or honest(*a))
     flashsci.attention(Q, Q, Q)
@@ -124,7 +124,7 @@ def test_environment(monkeypatch):
 
 
 def test_a_fallback_warns_once_for_each_reason(monkeypatch, fresh_registry):
-    cuda = registry.BACKENDS["cuda"].load()
+    cuda = backends.BACKENDS["cuda"].load()
     monkeypatch.setattr(cuda, "unavailable", lambda: "reason one")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -139,7 +139,7 @@ def test_a_fallback_warns_once_for_each_reason(monkeypatch, fresh_registry):
 
 
 def test_a_loaded_backend_that_cannot_serve_a_call_never_falls_back(monkeypatch, fresh_registry):
-    cuda = registry.BACKENDS["cuda"].load()
+    cuda = backends.BACKENDS["cuda"].load()
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
     monkeypatch.setattr(cuda, "rejects", lambda problem: "it has no bias yet")
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_a_loaded_backend_that_cannot_serve_a_call_never_falls_back(monkeypatch,
 
 def test_decisions_are_cached(monkeypatch, fresh_registry):
     asked = []
-    sdpa = registry.BACKENDS["sdpa"].load()
+    sdpa = backends.BACKENDS["sdpa"].load()
     honest = sdpa.rejects
     monkeypatch.setattr(sdpa, "rejects", lambda problem: asked.append(problem) or honest(problem))
     for _ in range(3):
@@ -165,14 +165,14 @@ def test_decisions_are_cached(monkeypatch, fresh_registry):
 
 def test_bf16_on_turing_is_refused_by_name():
     problem = Problem("cuda", (7, 5), torch.bfloat16, 4, 4, 64, 64)
-    reason = registry.BACKENDS["cuda"].load().rejects(problem)
+    reason = backends.BACKENDS["cuda"].load().rejects(problem)
     assert "bfloat16" in reason and "sm_75" in reason and "float16" in reason
-    assert "sm_75" in registry.BACKENDS["triton"].load().rejects(problem)
+    assert "sm_75" in backends.BACKENDS["triton"].load().rejects(problem)
 
 
 def test_one_generation_of_cuda_kernels_on_request(fresh_registry):
     """`auto` never asks for one; a call may, and hears why it cannot have it."""
-    assert all(not set(registry.GENERATIONS) & set(rule.order) for rule in DEFAULTS.calls)
+    assert all(not set(backends.GENERATIONS) & set(rule.order) for rule in DEFAULTS.calls)
     assert set(flashsci.explain(Q, Q, Q, backend="cuda:sm80").reasons) > {"cuda:sm80", "cuda"}
     with (
         flashsci.use_backend("cuda:sm80"),
@@ -233,11 +233,13 @@ def test_held_to_hopper_nothing_else_serves(monkeypatch):
 
 def rejects(name, problem):
     """Why a backend cannot serve a call, gradients included, on a machine that could run every backend."""
-    return registry.find(name).rejects(problem, anywhere=True)
+    return candidates.rejects(name, problem, anywhere=True)
 
 
 def remark(name, problem):
-    return registry.find(name).remark(problem)
+    auto = name.partition(":")
+    choice = gradients.by_rules(auto[2]) if auto[0] == "auto" else gradients.named(name)
+    return gradients.remark(auto[2] if auto[0] == "auto" else name, choice, problem)
 
 
 def pretend(monkeypatch, units, triton=None):
@@ -249,7 +251,7 @@ def pretend(monkeypatch, units, triton=None):
     monkeypatch.setattr(cuda.library, "build_info", lambda: info)
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
     monkeypatch.setattr(module, "unavailable", lambda: triton)
-    registry._gradients_of.cache_clear()
+    differentiate._gradients_of.cache_clear()
 
 
 EVERYTHING = [
@@ -265,7 +267,7 @@ def no_hopper_backward(monkeypatch):
     """A library of everything less a Hopper backward."""
     pretend(monkeypatch, [unit for unit in EVERYTHING if "sm90/bwd" not in unit])
     yield
-    registry._gradients_of.cache_clear()
+    differentiate._gradients_of.cache_clear()
 
 
 @pytest.fixture
@@ -273,7 +275,7 @@ def full_build(monkeypatch):
     """A library of everything."""
     pretend(monkeypatch, EVERYTHING)
     yield
-    registry._gradients_of.cache_clear()
+    differentiate._gradients_of.cache_clear()
 
 
 @pytest.mark.parametrize("head_dim", [1, 24, 33, 64, 100, 127, 128, 200, 256])
@@ -321,14 +323,14 @@ def saved_of(q, v, bias, mask, softcap=0.0, k=None):
 
 def whose(saved, need):
     """The backend of the gradients of what the cuda backend computed on a Hopper GPU."""
-    module, known = registry.find("cuda").load(), registry.problem_of
+    module, known = backends.find("cuda").load(), differentiate.problem_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            registry,
+            differentiate,
             "problem_of",
             lambda *a: replace(known(*a), device_type="cuda", capability=(9, 0)),
         )
-        return registry._gradient_backend("cuda", module, saved, need)
+        return differentiate._gradient_backend(gradients.named("cuda"), module, saved, need)
 
 
 @needs_library
@@ -515,7 +517,7 @@ def test_explain_names_the_kernels_of_short_gradients(full_build, monkeypatch):
     by_cuda = preferences.Rule({}, ("cuda", "triton"), "measured")
     monkeypatch.setattr(preferences, "find", lambda *_: by_cuda)
     own = "its gradients come from cuda (sm80 kernels): so short a call is faster by them"
-    assert remark("cuda", problem) == own and own in str(registry.explain(problem, "cuda"))
+    assert remark("cuda", problem) == own and own in str(explanation.explain(problem, "cuda"))
     assert remark("cuda:own", problem) == own.replace("cuda", "cuda:own")
     assert remark("auto:triton", problem).startswith(
         "its gradients come from cuda (sm80 kernels): measured"
@@ -539,7 +541,7 @@ def test_gradients_stay_where_triton_has_none(no_hopper_backward, monkeypatch):
 
     monkeypatch.setattr(triton, "unavailable", lambda: "triton is not installed")
     assert remark("cuda", problem) is None
-    assert registry.find("cuda").rejects(problem) is None
+    assert candidates.rejects("cuda", problem) is None
 
 
 def test_wide_heads_keep_the_sm80_backward(no_hopper_backward):
@@ -587,7 +589,7 @@ def test_the_order_of_auto(changes, first):
 
 def test_explain_carries_remarks(no_hopper_backward):
     problem = Problem("cuda", (9, 0), torch.bfloat16, 4, 4, 64, 64, requires_grad=True)
-    found = registry.explain(problem, "cuda")
+    found = explanation.explain(problem, "cuda")
     assert found.chosen == "cuda" and "gradients come from triton" in found.remarks["cuda"]
     assert "can serve this call; its gradients come from triton" in str(found)
 
@@ -622,9 +624,9 @@ def test_gradients_are_chosen_by_the_whole_call(monkeypatch, name):
     scalars = ops.Scalars(max_seqlen_q=-1, max_seqlen_k=-1, scale=0.3, **named)
     saved = ops.Saved(ops.Tensors(q, q, q, **of), q, q[..., 0], scalars)
     seen = []
-    monkeypatch.setattr(registry, "gradients", lambda name, problem, strides: seen.append(problem) or registry.Gradients(name))  # fmt: skip
-    registry._gradients_of.cache_clear()
-    registry._gradient_backend("cuda", registry.kernels("cuda"), saved, 7)
-    registry._gradients_of.cache_clear()
+    monkeypatch.setattr(differentiate, "gradients", lambda choice, problem, strides: seen.append(problem) or gradients.Kernels(choice.forward))  # fmt: skip
+    differentiate._gradients_of.cache_clear()
+    differentiate._gradient_backend(gradients.named("cuda"), backends.kernels("cuda"), saved, 7)
+    differentiate._gradients_of.cache_clear()
     differ = {f for f, x in vars(asked).items() if getattr(seen[0], f) != x}
     assert differ <= OF_THE_FORWARD, differ

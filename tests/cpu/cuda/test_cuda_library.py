@@ -18,7 +18,8 @@ from flashsci import digest
 from flashsci.backends import cuda as backend
 from flashsci.call import ops
 from flashsci.call.problem import Problem
-from flashsci.choice import registry
+from flashsci.choice import backends
+from flashsci.choice.candidates import rejects
 
 ROOT = Path(__file__).resolve().parents[3]
 SCALARS = ops.Scalars(-1, -1, 1.0, 0.0, -1, -1, False, 0.0, "default", False)
@@ -256,13 +257,13 @@ def test_key_weights_of_short_sequences(monkeypatch, change, served):
 
 
 def test_gradients_need_triton(monkeypatch):
-    triton, cuda = (registry.BACKENDS[name] for name in ("triton", "cuda"))
+    triton = backends.BACKENDS["triton"]
     monkeypatch.setattr(triton.load(), "unavailable", lambda: "Triton is not installed")
     monkeypatch.setattr(backend, "unavailable", lambda: None)
     forward_only = {unit: "" for unit in BUILD["units"] if "/fwd" in unit}
     monkeypatch.setattr(backend.library, "build_info", lambda: {**BUILD, "units": forward_only})
-    assert cuda.rejects(PROBLEM) is None
-    reason = cuda.rejects(replace(PROBLEM, requires_grad=True))
+    assert rejects("cuda", PROBLEM) is None
+    reason = rejects("cuda", replace(PROBLEM, requires_grad=True))
     assert "Triton is not installed" in reason and "the triton backend" in reason
 
 

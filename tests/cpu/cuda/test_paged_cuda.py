@@ -14,9 +14,10 @@ from flashsci.api import paged
 from flashsci.backends import cuda as backend
 from flashsci.backends.cuda import paged as kernels
 from flashsci.call.paged_ops import PagedOps, PagedScalars, PagedTensors
-from flashsci.call.problem import Problem
+from flashsci.call.problem import Problem, facts
 from flashsci.check import planning, units
-from flashsci.choice import registry
+from flashsci.choice import backends, choose
+from flashsci.choice.gradients import named
 from flashsci.choice.loaded import Loaded
 from flashsci.testing import PagedCase, PagedVariant, make_paged_inputs
 
@@ -36,7 +37,7 @@ def built(monkeypatch):
     """A library with the kernels, as if this machine could run them."""
     monkeypatch.setattr(backend.library, "build_info", lambda: BUILD)
     monkeypatch.setattr(backend, "unavailable", lambda: None)
-    monkeypatch.setattr(registry, "_choices", {})
+    monkeypatch.setattr(choose, "_choices", {})
 
 
 def test_serves(built):
@@ -171,8 +172,8 @@ def test_auto_goes_to_triton_where_strides_do_not_fit(monkeypatch):
         "cuda": PagedOps(attention, None),
         "triton": PagedOps(lambda tensors, out, scalars: out.fill_(7.0), None),
     }
-    monkeypatch.setattr(paged, "_LOADED", Loaded(**ops))
-    monkeypatch.setattr(paged, "_decide", lambda *call: "cuda")
+    monkeypatch.setattr(backends, "LOADED", {"paged": Loaded(**ops)})
+    monkeypatch.setattr(paged, "decide", lambda kind, call, backend: named("cuda"))
     tensors = given()[0]
     call = dict(
         block_table=tensors.block_table,
@@ -215,8 +216,8 @@ def test_layouts_of_engines_fit(layout, page, dims, cache):
 
 def test_calls_reach_the_library(built, monkeypatch):
     """With a sink in fp32; an update of the cache asked of cuda is Triton's."""
-    seen, call = {}, paged._LOADED.copy()
-    monkeypatch.setattr(paged, "_LOADED", call)
+    seen = {}
+    monkeypatch.setattr(backends, "LOADED", {"paged": Loaded()})
 
     def op(*arguments):
         seen["sink"], seen["scalars"], seen["generation"] = arguments[6], arguments[10:-1], arguments[-1]  # fmt: skip
@@ -229,33 +230,37 @@ def test_calls_reach_the_library(built, monkeypatch):
     assert seen["sink"].dtype == torch.float32
     monkeypatch.undo()
     assert kernels.OPS.write_kv_cache is None
-    monkeypatch.setattr(registry, "decide", lambda *call: "cuda")
-    assert paged._decide() == "cuda" and paged._LOADED["cuda"] is kernels.OPS
-    asked = []
-    monkeypatch.setattr(registry, "decide", lambda *call: asked.append(call[-1]) or call[-1])
-    assert paged._decide_write("cuda") == "triton" and asked == ["cuda", "triton"]
-    assert paged._decide("cuda:own") == "cuda:own" and paged._LOADED["cuda:own"] is kernels.OPS
+    monkeypatch.setattr(
+        choose, "choose", lambda problem, name, strict: asked.append(name) or named(name)
+    )
+    asked, call = [], facts(out, out, 2, 2, {})
+    assert choose.decide("paged", call, "cuda").forward == "cuda"
+    assert backends.LOADED["paged"]["cuda"] is kernels.OPS
+    asked.clear()
+    assert choose.decide_write(call, "cuda").forward == "triton" and asked == ["cuda", "triton"]
+    own = choose.decide("paged", call, "cuda:own").forward
+    assert backends.LOADED["paged"][own] is kernels.OPS
     for generation in (90, 80):
         stand_in(monkeypatch, op)
-        name = paged._decide(f"cuda:sm{generation}")
-        paged._LOADED[name].attention(tensors, out, SCALARS)
+        name = choose.decide("paged", call, f"cuda:sm{generation}").forward
+        backends.LOADED["paged"][name].attention(tensors, out, SCALARS)
         assert seen["generation"] == generation
 
 
 def test_auto_decodes_by_cuda(built, monkeypatch):
     """And leaves prompts to Triton, as long as there is one."""
-    triton = registry.BACKENDS["triton"].load()
+    triton = backends.BACKENDS["triton"].load()
     monkeypatch.setattr(triton, "unavailable", lambda: None)
     decoding = replace(PROBLEM, seq_q=1)
-    assert registry.choose(decoding, "auto") == "cuda"
+    assert choose.choose(decoding, "auto").forward == "cuda"
     for cache_dtype in FP8:
-        assert registry.choose(replace(decoding, cache_dtype=cache_dtype), "auto") == "cuda"
-    assert registry.choose(replace(decoding, capability=(8, 6)), "auto") == "cuda"
-    assert registry.choose(PROBLEM, "auto") == "triton"
-    assert registry.choose(PROBLEM, "cuda") == "cuda"
-    monkeypatch.setattr(registry, "_choices", {})
+        assert choose.choose(replace(decoding, cache_dtype=cache_dtype), "auto").forward == "cuda"
+    assert choose.choose(replace(decoding, capability=(8, 6)), "auto").forward == "cuda"
+    assert choose.choose(PROBLEM, "auto").forward == "triton"
+    assert choose.choose(PROBLEM, "cuda").forward == "cuda"
+    monkeypatch.setattr(choose, "_choices", {})
     monkeypatch.setattr(triton, "unavailable", lambda: "there is none")
-    assert registry.choose(PROBLEM, "auto") == "cuda"
+    assert choose.choose(PROBLEM, "auto").forward == "cuda"
 
 
 @pytest.mark.skipif(backend.library_path() is None, reason="flashsci/_C.so was not built")

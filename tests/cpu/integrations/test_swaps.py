@@ -218,16 +218,17 @@ def judged(ours, before, truth):
 @pytest.fixture
 def served(monkeypatch):
     """Backends that calls of flashsci.attention went to."""
-    from flashsci.choice import registry
+    from flashsci.choice import choose
 
     names = []
-    honest = registry.choose
+    honest = choose.choose
 
-    def choose(problem, name, strict=False):
-        names.append(honest(problem, name, strict))
-        return names[-1]
+    def noted(problem, name, strict=False):
+        found = honest(problem, name, strict)
+        names.append(found.forward)
+        return found
 
-    monkeypatch.setattr(registry, "choose", choose)
+    monkeypatch.setattr(choose, "choose", noted)
     flashsci.call.plans.plans.clear()
     return names
 

@@ -433,7 +433,7 @@ def test_what_the_generator_draws_comes_up_in_a_long_run(seed):
 
 
 def test_a_pinned_backend_that_refuses_gradients_is_judged_by_its_forward(monkeypatch):
-    from flashsci.choice.registry import BackendError
+    from flashsci.errors import BackendError
 
     honest = judging.evaluate
 

@@ -353,10 +353,10 @@ def test_a_single_wrong_repeat_is_found(harness, monkeypatch, tensor, words):
                 (dk if tensor == "dk" else dq)[0, 0, 3, 2] = torch.nan
         return dq, dk, dv, *others
 
-    class Wrong(harness.registry.Backend):
+    class Wrong(harness.backends.Backend):
         def load(self):
             return SimpleNamespace(forward=forward, backward=backward, unavailable=lambda: None)
 
-    monkeypatch.setitem(harness.registry.BACKENDS, "wrong", Wrong("wrong", ""))
+    monkeypatch.setitem(harness.backends.BACKENDS, "wrong", Wrong("wrong", ""))
     with pytest.raises(AssertionError, match=re.escape(words)):
         harness.run_call(Call("wrong", "bfloat16", 16, 8, causal=True))

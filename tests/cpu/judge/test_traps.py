@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashsci.choice.registry import BackendError
+from flashsci.errors import BackendError
 from flashsci.testing import TRAPS, Skipped, Trap, traps, traps_models
 
 HERE = [name for name, trap in TRAPS.items() if not trap.cuda]

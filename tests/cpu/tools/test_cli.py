@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashsci import __main__, env
-from flashsci.choice.registry import BACKENDS
+from flashsci.choice.backends import BACKENDS
 from tools.kernels import check_torch_includes
 
 ROOT = Path(__file__).resolve().parents[3]

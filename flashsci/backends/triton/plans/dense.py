@@ -405,6 +405,10 @@ class Forward:
             self.run(tuple(tensors), out, lse)
         return out, lse
 
+    def at_addresses(self, raised) -> "Forward":
+        """The same for tensors from which `raised` makes views: kernels read addresses, and strides of the plan."""
+        return self
+
 
 class Backward:
     """A function that computes dq, dk, dv, dbias, dweight of tensors of one signature, None where `need` does not

@@ -1,0 +1,33 @@
+"""The way from `attention` to the launch is short for every form of a call that was made before."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import flashsci
+from tools.house.trace import frames, launches
+
+MOST = 9  # frames of a repeated call, the launch included
+WITH_GRADIENTS = MOST + 2
+FORMS = {
+    "no option": {},
+    "bias [1, H, Sq, Sk]": {"bias": (1, 2, 16, 16)},
+    "bias [H, Sq, Sk]": {"bias": (2, 16, 16)},
+    "bias [Sq, Sk]": {"bias": (16, 16)},
+    "key weights [Sk]": {"key_weight": (16,)},
+    "slopes [H]": {"alibi_slopes": (2,)},
+    "sink": {"sink": (2,)},
+    "sink and bias [Sq, Sk]": {"sink": (2,), "bias": (16, 16)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_repeated_call_is_short(form, gradients):
+    options = {name: torch.rand(shape) for name, shape in FORMS[form].items()}
+    q, k, v = (torch.randn(1, 2, 16, 16, requires_grad=gradients) for _ in range(3))
+    call = partial(flashsci.attention, q, k, v, backend="triton", **options)
+    call()  # imports the launcher
+    counted = [frames(call, launches()) for _ in range(2)]
+    assert len(counted[1]) <= (WITH_GRADIENTS if gradients else MOST), counted[1]
