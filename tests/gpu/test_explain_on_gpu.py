@@ -11,7 +11,7 @@ import flashsci
 from flashsci.backends.cuda import decisions
 from flashsci.call import ops
 from flashsci.testing import generate, make_inputs
-from tests.cpu.test_explain import CALLS
+from tests.cpu.choice.test_explain import CALLS
 
 _FOLDER = re.compile(r"flashsci::(sm\d\d(?:::\w+)*)::\w+_kernel")
 
