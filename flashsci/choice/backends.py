@@ -108,6 +108,9 @@ RECORDED = Backend("reference:packed", "flashsci.backends.reference_packed")
 
 _OTHERS = {**GENERATIONS, EAGER.name: EAGER, RECORDED.name: RECORDED, OWN: BACKENDS["cuda"]}
 
+#: All names of requests but "auto".
+REQUESTS = (*BACKENDS, *GENERATIONS, OWN, EAGER.name)
+
 #: Backends whose forward is the library's.
 FORWARD_OF_CUDA = frozenset(("cuda", *GENERATIONS))
 
@@ -146,7 +149,7 @@ override = _Override()
 
 def check_name(name: str) -> str:
     """The name of a request, if there is such a backend."""
-    if name not in ("auto", EAGER.name, OWN, *BACKENDS, *GENERATIONS):
+    if name not in ("auto", *BACKENDS, *REQUESTS):  # BACKENDS may have grown
         known = ", ".join(repr(n) for n in ("auto", *BACKENDS, EAGER.name))
         raise ValueError(f"unknown backend {name!r}; known backends: {known}")
     return name

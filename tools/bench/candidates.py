@@ -19,7 +19,7 @@ from tools.bench import fa3, peers, revision
 from tools.bench.cases import BenchError
 from tools.bench.inputs import Inputs, Unsupported
 
-OURS = (*backends.BACKENDS, *backends.GENERATIONS, backends.EAGER.name, "auto")
+OURS = (*backends.REQUESTS, "auto")
 BASELINES = (
     *(f"sdpa:{kernel}" for kernel in peers.SDPA_KERNELS),
     *("math", "flex", "fa3", "cueq", "turbo"),

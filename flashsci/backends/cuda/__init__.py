@@ -1,8 +1,7 @@
 """The CUDA backend: it maps the contract onto the ops of the library flashsci/_C.so.
 
 The library (library.py) picks the newest generation of kernels that serves a call (served.py, decisions.py). SM75, SM80
-and SM90 are the same backend restricted to one generation, and OWN is restricted to its own gradients, for tests and
-comparisons: ``use_backend("cuda:sm75")``. prepared.py makes repeated calls without torch's dispatcher.
+and SM90 are the same backend restricted to one generation, for tests and comparisons: ``use_backend("cuda:sm75")``. prepared.py makes repeated calls without torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from flashsci.call.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
 from flashsci.errors import BackendError
 
 __all__ = [
-    "OWN",
     "SM75",
     "SM80",
     "SM90",
@@ -214,4 +212,4 @@ def _restricted_to(generation: int) -> SimpleNamespace:
     )
 
 
-OWN, SM75, SM80, SM90 = (_restricted_to(generation) for generation in (0, 75, 80, 90))
+SM75, SM80, SM90 = (_restricted_to(generation) for generation in (75, 80, 90))

@@ -16,7 +16,7 @@ from flashsci.call.fp8_ops import FP8
 from flashsci.call.problem import Problem
 from flashsci.choice import backends, candidates, choose, preferences
 
-NAMES = (*backends.BACKENDS, *backends.GENERATIONS, backends.EAGER.name)
+NAMES = backends.REQUESTS
 DTYPES = ("bf16", "fp16", "fp32")
 UNITS = [f"cuda/sm{g}/{u}_{d}" for g in (75, 80, 90) for u in ("fwd", "bwd") for d in DTYPES]
 UNITS += ["cuda/sm90/fp8_e4m3", *(f"cuda/sm90/pair_{d}" for d in DTYPES)]
