@@ -13,9 +13,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def section(heading: str) -> str:
-    found = re.search(
-        rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", README.read_text(), re.M | re.S
-    )
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", README.read_text(), re.M | re.S)
     if found is None:
         raise ValueError(f"README.md has no heading '## {heading}'; it has moved or docs/ is wrong")
     return found[1].strip()

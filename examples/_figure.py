@@ -59,9 +59,7 @@ def draw(
         2, 12, height_ratios=(1, 1), hspace=0.26, wspace=2.6,
         left=0.05, right=0.98, top=0.87, bottom=0.07,
     )  # fmt: skip
-    figure.text(
-        0.05, 0.955, "Attention over real crystals and molecules", fontsize=17, weight="bold"
-    )
+    figure.text(0.05, 0.955, "Attention over real crystals and molecules", fontsize=17, weight="bold")
     figure.text(
         0.05,
         0.925,
@@ -158,19 +156,13 @@ def _molecule(axes, batch: Batch, weights: list[Tensor], sigmas: list[float]) ->
     heads = [0, len(sigmas) // 3, len(sigmas) - 1]
     span = 2 * np.abs(flat).max() + 1.6
     for place, head in enumerate(heads):
-        shift = np.array(
-            [[0, span * 0.5], [-span * 0.55, -span * 0.5], [span * 0.55, -span * 0.5]][place]
-        )
+        shift = np.array([[0, span * 0.5], [-span * 0.55, -span * 0.5], [span * 0.55, -span * 0.5]][place])
         at = flat + shift
         p = weights[n][head, start].numpy()
         for a in range(len(at)):
             for b in range(a):
-                if np.linalg.norm(x[a] - x[b]) < 1.25 * (
-                    covalent_radii[numbers[a]] + covalent_radii[numbers[b]]
-                ):
-                    axes.plot(
-                        *at[[a, b]].T, color="#ced4da", lw=3, zorder=1, solid_capstyle="round"
-                    )
+                if np.linalg.norm(x[a] - x[b]) < 1.25 * (covalent_radii[numbers[a]] + covalent_radii[numbers[b]]):
+                    axes.plot(*at[[a, b]].T, color="#ced4da", lw=3, zorder=1, solid_capstyle="round")
         for b in range(len(at)):
             if b != start:
                 axes.plot(
@@ -217,9 +209,7 @@ def _shells(axes, batch: Batch, weights: list[Tensor], sigmas: list[float]) -> N
     for head in (0, 1, 2, len(sigmas) // 2, len(sigmas) - 1):
         p = weights[n][head].flatten().numpy()
         mean = [p[np.abs(distance - s) < 0.02].mean() for s in shells]
-        axes.plot(
-            shells, mean, "o-", ms=3.5, lw=1.2, color=colours[head], label=f"{sigmas[head]:.1f} Å"
-        )
+        axes.plot(shells, mean, "o-", ms=3.5, lw=1.2, color=colours[head], label=f"{sigmas[head]:.1f} Å")
     axes.set(yscale="log", ylim=(1e-6, 1.5), xlabel="distance (Å)", ylabel="mean attention weight")
     axes.legend(title="$\\sigma_h$", frameon=False, fontsize=8, title_fontsize=8)
     axes.set_title(f"Crystal of {batch.names[n]}: shell by shell")
@@ -262,9 +252,7 @@ def _errors(axes, found: dict[str, dict], small: dict | None) -> None:
     axes.text(allowed[0] * 0.8, 0, "allowed", color="#e03131", ha="right", va="center", fontsize=8)
     axes.set_yticks(range(len(tensors)), tensors)
     axes.set(xscale="log", ylim=(len(tensors) + 0.45, -0.6), xlabel="largest error against fp64")
-    axes.legend(
-        frameon=False, fontsize=8, loc="lower left", ncols=2, columnspacing=1, handletextpad=0
-    )
+    axes.legend(frameon=False, fontsize=8, loc="lower left", ncols=2, columnspacing=1, handletextpad=0)
     axes.set_title("fp32: how exact")
 
 
@@ -273,15 +261,11 @@ def _times(axes, found: dict[str, dict]) -> None:
     for k, kind in enumerate(("forward", "backward")):
         values = [found[n]["ms"].get(kind, 0) for n in names]
         y = np.arange(len(names)) + (k - 0.5) * 0.36
-        axes.barh(
-            y, values, height=0.33, color=[COLOURS.get(n, INK) for n in names], alpha=(1.0, 0.55)[k]
-        )
+        axes.barh(y, values, height=0.33, color=[COLOURS.get(n, INK) for n in names], alpha=(1.0, 0.55)[k])
         for at, value in zip(y, values, strict=True):
             text = f"{value:.3g} ms" if value < 1000 else f"{value / 1000:.2g} s"
             axes.text(value * 1.06, at, f"{text} {kind}", va="center", fontsize=8)
     largest = max(v for n in names for v in found[n]["ms"].values())
     axes.set_yticks(range(len(names)), [n.replace(", ", ",\n") for n in names])
-    axes.set(
-        xscale="log", xlim=(None, largest * 12), ylim=(len(names) - 0.4, -0.6), xlabel="time (ms)"
-    )
+    axes.set(xscale="log", xlim=(None, largest * 12), ylim=(len(names) - 0.4, -0.6), xlabel="time (ms)")
     axes.set_title("fp32 with gradients: how fast")

@@ -138,9 +138,7 @@ class Layer(nn.Module):
         around = torch.zeros(len(batch.numbers), len(self.centres)).to(bumps)
         around = around.index_add(0, batch.i[other], bumps)
         features = self.elements(batch.numbers) + self.environment(around)
-        q, k, v = self.qkv(torch.nn.functional.layer_norm(features, features.shape[-1:])).chunk(
-            3, -1
-        )
+        q, k, v = self.qkv(torch.nn.functional.layer_norm(features, features.shape[-1:])).chunk(3, -1)
         return *(x.unflatten(-1, (HEADS, DIM)) for x in (q, k, v)), bias
 
 
@@ -152,9 +150,7 @@ def call_of(batch: Batch, layer: Layer) -> Inputs:
     return Inputs(q, k, v, bias, dout=dout, cu_seqlens_q=batch.cu_seqlens, options=longest)
 
 
-def padded_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lens: Tensor, pairs: Tensor
-) -> Tensor:
+def padded_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lens: Tensor, pairs: Tensor) -> Tensor:
     """The usual padded form: pad every structure to the longest, mask, call SDPA, unpad."""
     real = torch.arange(pairs.shape[-1], device=q.device) < lens[:, None]  # [N, S]
 
@@ -182,9 +178,7 @@ def ways(call: Inputs) -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | N
 
     def by(backend: str) -> Callable[..., Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-            return flashsci.varlen_attention(
-                q, k, v, offsets, bias=bias, backend=backend, **call.options
-            )
+            return flashsci.varlen_attention(q, k, v, offsets, bias=bias, backend=backend, **call.options)
 
         return attend
 
@@ -202,9 +196,7 @@ def run(call: Inputs, seconds: float) -> tuple[dict[str, dict], dict[str, str]]:
     found, reasons, forwards, backwards = {}, {}, {}, {}
     for name, attend in ways(call).items():
         wanted = ("q", "k", "v", "bias") if call.bias is not None else ("q", "k", "v")
-        leaves = {
-            n: getattr(call, n).detach().requires_grad_(call.dout is not None) for n in wanted
-        }
+        leaves = {n: getattr(call, n).detach().requires_grad_(call.dout is not None) for n in wanted}
         arguments = [leaves.get(n) for n in ("q", "k", "v", "bias")]
         try:
             with flashsci.use_backend("auto", strict=True):
@@ -293,9 +285,7 @@ def weights(batch: Batch, layer: Layer) -> list[Tensor]:
     attention returns."""
     with torch.no_grad():
         q, k, v, bias = layer(batch)
-        _, lse = flashsci.varlen_attention(
-            q, k, v, batch.cu_seqlens, bias=bias, return_lse=True, backend="reference"
-        )
+        _, lse = flashsci.varlen_attention(q, k, v, batch.cu_seqlens, bias=bias, return_lse=True, backend="reference")
     found = []
     for n, size in enumerate(batch.lens):
         rows = batch.atoms(n)
@@ -317,8 +307,7 @@ def show(title: str, found: dict[str, dict], reasons: dict[str, str]) -> None:
     for name, way in found.items():
         errors = "".join(f"{way['errors'][t][0]:>10.1e}" for t in tensors)
         times = " ".join(
-            f"{way['ms'][kind]:>7.2f} ms" if kind in way["ms"] else f"{'-':>10}"
-            for kind in ("forward", "backward")
+            f"{way['ms'][kind]:>7.2f} ms" if kind in way["ms"] else f"{'-':>10}" for kind in ("forward", "backward")
         )
         print(f"  {name:<14}{errors}   {times}   {'; '.join(way['problems']) or 'yes'}")
     for name, reason in reasons.items():
@@ -326,17 +315,11 @@ def show(title: str, found: dict[str, dict], reasons: dict[str, str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="measuring time per table and pass"
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="these structures only"
-    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="measuring time per table and pass")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these structures only")
     parser.add_argument("--piece", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.piece:

@@ -56,9 +56,9 @@ def layer(mesh: Any, device: torch.device, tokens: int, heads: int, dim: int) ->
         if dist.get_rank() != 0:
             continue
         if call == "first":
-            print(f"{tokens} tokens on {mesh.size()} ranks, {x.shape[0]} on this one: loss {loss:.6f}")  # fmt: skip
+            print(f"{tokens} tokens on {mesh.size()} ranks, {x.shape[0]} on this one: loss {loss:.6f}")
             print(f"norm of the gradient {norm:.6f}")
-        print(f"{call} call: {seconds:.2f} s, {operations / seconds / 1e12:.3g} TFLOP/s", flush=True)  # fmt: skip
+        print(f"{call} call: {seconds:.2f} s, {operations / seconds / 1e12:.3g} TFLOP/s", flush=True)
     if dist.get_rank() == 0 and device.type == "cuda":
         print(
             f"{torch.cuda.get_device_name()}, most memory of a rank: "

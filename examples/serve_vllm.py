@@ -25,9 +25,7 @@ from flashsci.integrations.vllm import register
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--backend", default="CUSTOM", help="vLLM's name; CUSTOM is flashsci")
-    parser.add_argument(
-        "--cache", default="auto", help="dtype of the KV cache: auto, fp8, fp8_e5m2"
-    )
+    parser.add_argument("--cache", default="auto", help="dtype of the KV cache: auto, fp8, fp8_e5m2")
     asked = parser.parse_args()
     register()
     torch.manual_seed(0)
@@ -39,18 +37,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
         model = LLM(
-            folder, dtype=str(dtype).removeprefix("torch."), skip_tokenizer_init=True, max_model_len=512,
-            attention_backend=asked.backend, kv_cache_dtype=asked.cache, enforce_eager=True,
-        )  # fmt: skip
+            folder,
+            dtype=str(dtype).removeprefix("torch."),
+            skip_tokenizer_init=True,
+            max_model_len=512,
+            attention_backend=asked.backend,
+            kv_cache_dtype=asked.cache,
+            enforce_eager=True,
+        )
         prompts = [dict(prompt_token_ids=torch.randint(1000, (n,)).tolist()) for n in (3, 40, 200)]
         how = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         found = model.generate(prompts, how, use_tqdm=False)
         seconds = time.perf_counter() - start
     for prompt, request in zip(prompts, found, strict=True):
-        print(
-            f"{len(prompt['prompt_token_ids']):4d} tokens -> {list(request.outputs[0].token_ids)}"
-        )
+        print(f"{len(prompt['prompt_token_ids']):4d} tokens -> {list(request.outputs[0].token_ids)}")
     print(f"{16 * len(prompts)} tokens in {seconds:.2f} s")
 
 

@@ -57,19 +57,13 @@ FEATURES: dict[str, Problem] = {
     "bias": replace(_PLAIN, **_PAIR),
     "gradient of the bias": replace(_PLAIN, **_PAIR, bias_grad=True, requires_grad=True),
     "key weights (fp32)": replace(_PLAIN, dtype=torch.float32, key_weight=True),
-    "gradient of the key weights": replace(
-        _PLAIN, key_weight=True, key_weight_grad=True, requires_grad=True
-    ),
-    "key weights (fp32), up to 32 keys": replace(
-        _PLAIN, dtype=torch.float32, seq_q=32, seq_k=32, key_weight=True
-    ),
+    "gradient of the key weights": replace(_PLAIN, key_weight=True, key_weight_grad=True, requires_grad=True),
+    "key weights (fp32), up to 32 keys": replace(_PLAIN, dtype=torch.float32, seq_q=32, seq_k=32, key_weight=True),
     "ALiBi": replace(_PLAIN, alibi=True, requires_grad=True),
     "gradient of ALiBi slopes": replace(_PLAIN, alibi=True, alibi_grad=True, requires_grad=True),
     "attention sinks": replace(_PLAIN, sink=True, requires_grad=True),
     "packed sequences": _PACKED,
-    "packed, with ragged bias": replace(
-        _PACKED, **{**_PAIR, "bias_shape": (4, 1 << 14)}, ragged_bias=True
-    ),
+    "packed, with ragged bias": replace(_PACKED, **{**_PAIR, "bias_shape": (4, 1 << 14)}, ragged_bias=True),
     "paged KV cache": replace(_PACKED, varlen=False, paged=True, cache_dtype=torch.float16),
     "float8_e4m3fn forward": replace(_PLAIN, dtype=torch.float8_e4m3fn),
     "dropout": replace(_PLAIN, dropout_p=0.1),
@@ -77,9 +71,7 @@ FEATURES: dict[str, Problem] = {
 }
 
 
-def support(
-    capability: tuple[int, int] | None, hypothetical: bool
-) -> dict[str, dict[str, str | None]]:
+def support(capability: tuple[int, int] | None, hypothetical: bool) -> dict[str, dict[str, str | None]]:
     """{feature: {backend: reason why not, or None}} for a GPU of that capability, or for the CPU (None).
 
     `hypothetical` asks for the coverage of the kernels, whether or not this machine could run them.
@@ -88,14 +80,10 @@ def support(
     matrix = {}
     for feature, problem in FEATURES.items():
         problem = replace(problem, device_type=device, capability=capability)
-        matrix[feature] = {
-            name: backend.rejects(problem, anywhere=hypothetical)
-            for name, backend in BACKENDS.items()
-        }
+        matrix[feature] = {name: backend.rejects(problem, anywhere=hypothetical) for name, backend in BACKENDS.items()}
     # Fused backends use Triton's kernels, with the tensors that they saved.
     matrix["second derivatives"] = {
-        name: matrix["backward"][name]
-        or (matrix["backward"]["triton"] if backend.load().FUSED else None)
+        name: matrix["backward"][name] or (matrix["backward"]["triton"] if backend.load().FUSED else None)
         for name, backend in BACKENDS.items()
     }
     return matrix
@@ -125,8 +113,7 @@ def features_page() -> str:
             lines.append(f"| {feature} | " + " | ".join(map(_second_order, BACKENDS)) + " |")
             continue
         cells = [
-            _where([name for name, m in by_generation.items() if m[feature][backend] is None])
-            for backend in BACKENDS
+            _where([name for name, m in by_generation.items() if m[feature][backend] is None]) for backend in BACKENDS
         ]
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
     lines += ["", f"## Why not, on {last}", "", "| feature | backend | reason |", "|---|---|---|"]
@@ -154,9 +141,7 @@ def _where(names: list[str]) -> str:
 
 @app.command()
 def backends(
-    arch: Annotated[
-        str, typer.Option(help="Ask about a GPU that need not be here: 75, 80, 90, ... or 'cpu'.")
-    ] = "",
+    arch: Annotated[str, typer.Option(help="Ask about a GPU that need not be here: 75, 80, 90, ... or 'cpu'.")] = "",
     markdown: Annotated[bool, typer.Option(help="Print the table as Markdown.")] = False,
     write: Annotated[
         bool, typer.Option(help="In a clone of the repository: rewrite docs/results/features.md.")
@@ -168,9 +153,7 @@ def backends(
 
         page = ROOT / "docs" / "results" / "features.md"
         if not page.parent.is_dir():
-            raise typer.BadParameter(
-                f"--write needs a clone of the repository: there is no {page.parent}"
-            )
+            raise typer.BadParameter(f"--write needs a clone of the repository: there is no {page.parent}")
         page.write_text(features_page(), encoding="utf-8")
         print(f"wrote {page}")
         return
@@ -199,9 +182,7 @@ def backends(
         print("| " + " | ".join(["", *BACKENDS]) + " |")
         print("|---" * (len(BACKENDS) + 1) + "|")
         for feature, *cells in rows:
-            print(
-                f"| {feature} | " + " | ".join("yes" if c == "yes" else "no" for c in cells) + " |"
-            )
+            print(f"| {feature} | " + " | ".join("yes" if c == "yes" else "no" for c in cells) + " |")
         return
     console = wide_console()
     table = Table(title=f"flashsci on {where}", title_justify="left")
@@ -209,10 +190,7 @@ def backends(
     for name in BACKENDS:
         table.add_column(name, justify="center")
     for feature, *cells in rows:
-        styled = [
-            "[green]yes[/]" if c == "yes" else f"[dim]{c.replace('[', chr(92) + '[')}[/]"
-            for c in cells
-        ]
+        styled = ["[green]yes[/]" if c == "yes" else f"[dim]{c.replace('[', chr(92) + '[')}[/]" for c in cells]
         table.add_row(feature, *styled)
     console.print(table)
     for (name, reason), number in reasons.items():

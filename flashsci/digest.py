@@ -24,9 +24,7 @@ from pathlib import Path
 VERSION = "0.1.0"
 ROOT = Path(__file__).resolve().parent.parent
 
-_TOKENS = re.compile(
-    r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|([^"'/]+|/)""", re.DOTALL
-)
+_TOKENS = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|([^"'/]+|/)""", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -215,9 +213,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--poison", action="store_true")
     options = parser.parse_args(arguments)
     if options.build_info:
-        text = json.dumps(
-            build_info(options.archs, options.preset, options.nvcc, poison=options.poison)
-        )
+        text = json.dumps(build_info(options.archs, options.preset, options.nvcc, poison=options.poison))
         target = Path(options.build_info)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text + "\n", encoding="utf-8")

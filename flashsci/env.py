@@ -62,9 +62,7 @@ class Finding:
 
 def _run(command: list[str], timeout: float = 20.0) -> str:
     """Standard output of a command; RuntimeError with the last line of its error output."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
     if done.returncode:
         complaint = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
         ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
@@ -85,9 +83,7 @@ def _installed(name: str) -> str | None:
 
 
 def system() -> list[Finding]:
-    return [
-        Finding("system", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} cores")
-    ]
+    return [Finding("system", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} cores")]
 
 
 def python() -> list[Finding]:
@@ -102,11 +98,7 @@ def torch() -> list[Finding]:
     try:
         found = _python(_TORCH_PROBE)
     except (RuntimeError, subprocess.TimeoutExpired, ValueError) as error:
-        return [
-            Finding(
-                "torch", f"installed, but broken: {error}", "pip install --force-reinstall torch"
-            )
-        ]
+        return [Finding("torch", f"installed, but broken: {error}", "pip install --force-reinstall torch")]
     build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU build"
     old = tuple(int(x) for x in found["version"].split(".")[:2]) < (2, 10)
     findings = [
@@ -133,9 +125,7 @@ def torch() -> list[Finding]:
 
 def driver() -> list[Finding]:
     if not shutil.which("nvidia-smi"):
-        return [
-            Finding("driver", "no nvidia-smi: the fused kernels need an NVIDIA GPU and its driver")
-        ]
+        return [Finding("driver", "no nvidia-smi: the fused kernels need an NVIDIA GPU and its driver")]
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     return [Finding("driver", line) for line in _run(query).splitlines()]
 
@@ -178,19 +168,13 @@ def extras() -> list[Finding]:
         have = {name: _installed(name) for name in needs}
         lacking = [name for name, version in have.items() if version is None]
         text = ", ".join(f"{name} {version or 'missing'}" for name, version in have.items())
-        findings.append(
-            Finding(
-                f"extra [{extra}]", text, f"pip install 'flashsci[{extra}]'" if lacking else None
-            )
-        )
+        findings.append(Finding(f"extra [{extra}]", text, f"pip install 'flashsci[{extra}]'" if lacking else None))
     return findings
 
 
 def backends() -> list[Finding]:
     found = _python(_BACKENDS_PROBE)
-    findings = [
-        Finding(f"backend {name}", reason or "ready") for name, reason in found["reasons"].items()
-    ]
+    findings = [Finding(f"backend {name}", reason or "ready") for name, reason in found["reasons"].items()]
     if build := found["build"]:
         archs = ", ".join(f"sm_{arch}" for arch in build["archs"])
         text = f"{archs}, by nvcc {build['nvcc']}, tile preset {build['tile_preset']}"
@@ -217,11 +201,7 @@ PROBES: tuple[Callable[[], list[Finding]], ...] = (
 
 def collect() -> list[Finding]:
     """Every finding. A probe that fails says so in its own line and does not affect the others."""
-    findings = [
-        Finding(
-            "flashsci", _installed("flashsci") or "not installed (running from the source tree)"
-        )
-    ]
+    findings = [Finding("flashsci", _installed("flashsci") or "not installed (running from the source tree)")]
     for probe in PROBES:
         try:
             findings += probe()

@@ -32,9 +32,10 @@ except ImportError:
     settings = None
 else:
     PROFILE = dict(
-        deadline=None, print_blob=True,
+        deadline=None,
+        print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )  # fmt: skip
+    )
     settings.register_profile("flashsci", derandomize=True, **PROFILE)
     settings.register_profile("flashsci-seeded", derandomize=False, **PROFILE)
     settings.load_profile("flashsci")
@@ -87,7 +88,7 @@ def poison():
 
 
 @pytest.fixture
-def fresh_registry(monkeypatch: pytest.MonkeyPatch):
+def fresh_choices(monkeypatch: pytest.MonkeyPatch):
     """The choice of backends, which has warned of nothing and decided nothing."""
     from flashsci import attention as _  # noqa: F401  (binds the public names)
     from flashsci.choice import choose

@@ -33,9 +33,7 @@ def structure(kind: str, rng: np.random.Generator, metals: Sequence[str] = METAL
         atoms = g2[rng.choice(names)]
         atoms.positions += rng.normal(0, rng.uniform(0.01, 0.08), (len(atoms), 3))
         return atoms
-    chosen = rng.choice(
-        metals, 1 if kind == "element" else min(rng.integers(2, 4), len(metals)), False
-    )
+    chosen = rng.choice(metals, 1 if kind == "element" else min(rng.integers(2, 4), len(metals)), False)
     side = np.array([reference_states[atomic_numbers[m]]["a"] for m in chosen])
     share = rng.dirichlet(np.ones(len(chosen)))
     atoms = bulk("Cu", a=float(share @ side), cubic=True).repeat(3 if kind == "cluster" else 2)
@@ -150,16 +148,12 @@ class Batch:
             image,
             real,
             torch.tensor([s.energy for s in chosen], dtype=torch.float64),
-            torch.cat(
-                [torch.zeros_like(s.positions) if s.forces is None else s.forces for s in chosen]
-            ),
+            torch.cat([torch.zeros_like(s.positions) if s.forces is None else s.forces for s in chosen]),
             count,
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
-        return Batch(
-            *(x.to(device, dtype if x.is_floating_point() else None) for x in vars(self).values())
-        )
+        return Batch(*(x.to(device, dtype if x.is_floating_point() else None) for x in vars(self).values()))
 
 
 def offsets(chosen: Sequence[Sample], elements: int) -> Tensor:

@@ -61,10 +61,12 @@ def _parity(axes, one: dict) -> None:
     axes.plot([-end, end], [-end, end], color=FAINT, lw=0.8)
     axes.plot(label, learned, ".", ms=2, color=COLOURS["flashsci"], alpha=0.4, rasterized=True)
     axes.text(
-        0.04, 0.95,
+        0.04,
+        0.95,
         f"{one['errors']['meV/A']:.0f} meV/Å\n{one['errors']['meV/atom']:.1f} meV/atom",
-        transform=axes.transAxes, va="top",
-    )  # fmt: skip
+        transform=axes.transAxes,
+        va="top",
+    )
     axes.set(xlabel="force of EMT (eV/Å)", ylabel="force of the model (eV/Å)")
 
 
@@ -88,8 +90,12 @@ def _energy(axes, one: dict) -> None:
         axes.plot(time, values, lw=1.2, color=colour, label=name)
     axes.annotate(
         f"total drifts by {one['drift']:+.3f} meV/atom/ps",
-        (time[-1], 0), (0, 4), textcoords="offset points", ha="right", va="bottom",
-    )  # fmt: skip
+        (time[-1], 0),
+        (0, 4),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+    )
     axes.set(xlabel="time (ps)", ylabel="energy since the start (meV/atom)")
     axes.margins(y=0.15)
     axes.legend(ncols=3, loc="upper right", columnspacing=1, handlelength=1)
@@ -99,9 +105,11 @@ def _agreement(axes, one: dict) -> None:
     others = [name for name in one["apart"] if name != "flashsci"]
     for n, name in enumerate(others):
         axes.semilogy(
-            one["apart"][name], color=COLOURS["SDPA math"], lw=0.9,
+            one["apart"][name],
+            color=COLOURS["SDPA math"],
+            lw=0.9,
             label=None if n else "SDPA math, sums in other orders",
-        )  # fmt: skip
+        )
     axes.semilogy(one["apart allowed"], color=INK, lw=0.9, ls=":", label="allowed")
     axes.semilogy(one["apart"]["flashsci"], color=COLOURS["flashsci"], lw=1.6, label="flashsci")
     axes.set(xlabel="step", ylabel="loss: relative distance from SDPA math's")

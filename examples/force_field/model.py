@@ -56,9 +56,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.backend = width // CHANNELS, backend
         self.sizes = (CHANNELS - 3, 1, CHANNELS - 3, CHANNELS)  # q, its factor of u, k, v
-        self.qkv = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, self.heads * sum(self.sizes))
-        )
+        self.qkv = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, self.heads * sum(self.sizes)))
         self.out = nn.Linear(width, width)
         self.perceptron = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)
@@ -83,9 +81,7 @@ class Round(nn.Module):
         self.token = nn.Sequential(nn.SiLU(), nn.Linear(width, width))
         self.blocks = nn.ModuleList(Block(width, backend) for _ in range(blocks))
 
-    def forward(
-        self, h: Tensor, neighbour: Tensor, lengths: Tensor, direction: Tensor, weight: Tensor
-    ) -> Tensor:
+    def forward(self, h: Tensor, neighbour: Tensor, lengths: Tensor, direction: Tensor, weight: Tensor) -> Tensor:
         pair = self.atom(h)[:, None] + gather(self.neighbour(h), neighbour)
         tokens = self.token(self.length(lengths) * (1 + pair))
         x = torch.cat([h[:, None], tokens], 1)  # [A, 1 + N, width]
@@ -116,9 +112,7 @@ class Potential(nn.Module):
         self.species = nn.Embedding(ELEMENTS, width)
         self.register_buffer("centres", torch.linspace(0.8, cutoff, lengths))
         self.rounds = nn.ModuleList(Round(width, blocks, lengths, backend) for _ in range(rounds))
-        self.energy = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1)
-        )
+        self.energy = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1))
         self.energy[-1].weight.data *= 0.2  # tens of tokens add up
         self.register_buffer("offset", torch.zeros(ELEMENTS))  # eV: energy of an element
 

@@ -110,9 +110,7 @@ class Data:
                 yield [self.training[m] for m in order[n : n + size]]
 
 
-def new_model(
-    settings: Settings, data: Data, backend: str = "auto", dtype: torch.dtype = torch.float32
-) -> Potential:
+def new_model(settings: Settings, data: Data, backend: str = "auto", dtype: torch.dtype = torch.float32) -> Potential:
     """The same parameters for every backend and dtype."""
     torch.manual_seed(settings.seed)
     model = Potential(**settings.potential, backend=backend)
@@ -125,9 +123,7 @@ def training_step(
 ) -> tuple[Callable[[Batch], Tensor], torch.optim.lr_scheduler.LRScheduler]:
     """A function that takes one step and returns its loss; and the schedule that it follows."""
     optimizer = torch.optim.Adam(model.parameters(), settings.rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.rate, total_steps=settings.steps, pct_start=0.1
-    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.rate, total_steps=settings.steps, pct_start=0.1)
 
     def step(batch: Batch) -> Tensor:
         optimizer.zero_grad()
@@ -195,7 +191,7 @@ def train(settings: Settings, data: Data) -> tuple[Potential, dict]:
         "errors": found,
         "kinds": {k: {n: e for n, e in errors(model, data, s).items() if n != "forces"} for k, s in by_kind.items()},
         "finite differences": difference_of_forces(model, data),
-    }  # fmt: skip
+    }
 
 
 def compare(settings: Settings, data: Data) -> dict:
@@ -210,10 +206,7 @@ def compare(settings: Settings, data: Data) -> dict:
     arms = {
         "truth": ("reference", torch.float64, None),
         "SDPA math": ("math", torch.float32, None),
-        **{
-            f"SDPA math, reordered {n}": ("math", torch.float32, n)
-            for n in range(settings.reordered)
-        },
+        **{f"SDPA math, reordered {n}": ("math", torch.float32, n) for n in range(settings.reordered)},
         "flashsci": ("auto", torch.float32, None),
     }
     curves = {}
@@ -308,9 +301,7 @@ def report(found: dict) -> list[str]:
             table.add_row(kind, f"{e['meV/atom']:.1f}", f"{e['meV/A']:.0f}")
         console.print(table)
         difference = one["finite differences"]
-        console.print(
-            f"forces against finite differences, float64: {difference:.0e} of the largest"
-        )
+        console.print(f"forces against finite differences, float64: {difference:.0e} of the largest")
         if not difference < 1e-6:
             problems.append("forces are not the gradient of the energy")
         first, last = (sum(x) / len(x) for x in (one["losses"][:10], one["losses"][-10:]))
@@ -377,9 +368,7 @@ def main(
         with console.status(f"{chosen.structures} structures, energies and forces by EMT"):
             cutoff = chosen.potential.get("cutoff", 5.0)
             processes = 1 if small else os.cpu_count() or 1
-            labelled = samples(
-                chosen.structures, cutoff, chosen.kinds, chosen.metals, chosen.seed, processes
-            )
+            labelled = samples(chosen.structures, cutoff, chosen.kinds, chosen.metals, chosen.seed, processes)
         data = Data(labelled, place)
     if "train" in parts:
         model, result = train(chosen, data)

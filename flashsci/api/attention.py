@@ -168,20 +168,19 @@ def attention(
             every = (q, k, v, bias, key_weight, mask, alibi_slopes, sink)
             seen, entry = tuple(filter(present, every)), tuple(map(absent, every))
         again, call = repeated(
-            entry, seen,
-            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision), window, backend,
-        )  # fmt: skip
+            entry,
+            seen,
+            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision),
+            window,
+            backend,
+        )
     if again is not None:
         rows = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes)
         found = again(rows if sink is None else (*rows, sink))
         return found if return_lse else found[0]
-    arguments.check_types(
-        q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
-    )
+    arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink)
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        given = fp8.FP8Options(
-            q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink
-        )
+        given = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink)
         options = arguments.Options.of(
             causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
         )
@@ -209,9 +208,7 @@ def attention(
         out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
     else:
         around = functools.partial(_expanding, plan.leading)
-        out, lse = around(
-            lambda given: run(plan, given, needs_grad, sink, call, around, return_lse)
-        )(tensors)
+        out, lse = around(lambda given: run(plan, given, needs_grad, sink, call, around, return_lse))(tensors)
     return (out, lse) if return_lse else out
 
 
@@ -230,14 +227,10 @@ def _plan(
 ) -> Plan:
     """The plan of a dense call; from the cache if an equal call was planned before."""
     if hides_sizes(q, k, v):
-        return _make_plan(
-            q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
-        )
+        return _make_plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
     if is_traced():
         with tracer_paused():
-            traced = _make_plan(
-                q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
-            )
+            traced = _make_plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
         if traced.leading is not None:
             traced.leading = _leading(q, k, v)  # the tracer follows these sizes
         return traced
@@ -250,9 +243,7 @@ def _plan(
     )
     plan = plans.get(key)
     if plan is None:
-        made = _make_plan(
-            q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend
-        )
+        made = _make_plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
         plan = keep(key, made)
     return plan
 
@@ -287,9 +278,7 @@ def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         return tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
     except RuntimeError as error:
         shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        raise ValueError(
-            f"the leading dims (before heads) of q, k, v do not broadcast: {shapes}"
-        ) from error
+        raise ValueError(f"the leading dims (before heads) of q, k, v do not broadcast: {shapes}") from error
 
 
 def describe(
@@ -312,14 +301,10 @@ def describe(
     arguments.check_tensors(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() < 2:
-            raise ValueError(
-                f"{name} must have at least two dims [S, D], got shape {list(x.shape)}"
-            )
+            raise ValueError(f"{name} must have at least two dims [S, D], got shape {list(x.shape)}")
     arguments.check_head_dims(q, k, v)
     if k.shape[-2] != v.shape[-2]:
-        raise ValueError(
-            f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}"
-        )
+        raise ValueError(f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}")
     heads_q, heads_k, heads_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v))
     arguments.check_heads(heads_q, heads_k, heads_v)
     options.check()
@@ -361,12 +346,8 @@ def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> C
 
     def expanded(tensors: Given) -> tuple[Tensor, Tensor | None]:
         q, k, v, bias, key_weight, mask, _, _, _, seed, alibi_slopes = tensors
-        q, k, v, bias, key_weight, mask, alibi_slopes = _aligned(
-            q, k, v, bias, key_weight, mask, alibi_slopes, leading
-        )
-        out, lse = compute(
-            Tensors(q, k, v, bias, key_weight, mask, None, None, None, seed, alibi_slopes)
-        )
+        q, k, v, bias, key_weight, mask, alibi_slopes = _aligned(q, k, v, bias, key_weight, mask, alibi_slopes, leading)
+        out, lse = compute(Tensors(q, k, v, bias, key_weight, mask, None, None, None, seed, alibi_slopes))
         if len(leading) > 2:
             out = out.unflatten(0, leading[:-1])
             lse = None if lse is None else lse.unflatten(0, leading[:-1])
@@ -398,11 +379,7 @@ def _aligned(
         if rank <= 5:
             return x
         outer = x.shape[:-4]
-        return (
-            x.flatten(0, -5)
-            if outer.numel() == 1
-            else x.expand(*leading[:-1], *x.shape[-4:]).flatten(0, -5)
-        )
+        return x.flatten(0, -5) if outer.numel() == 1 else x.expand(*leading[:-1], *x.shape[-4:]).flatten(0, -5)
 
     def expanded(x: Tensor) -> Tensor:
         # A tensor that has the dims already needs no view, and autograd no node; a compiler would make it a
@@ -416,9 +393,7 @@ def _aligned(
         q, k, v = (expanded(x) for x in (q, k, v))
     rows = None if key_weight is None else key_weight.unsqueeze(-2)  # [*, Hk, 1, Sk]
     heads = None if alibi_slopes is None else alibi_slopes[..., None, None]  # [*, Hq, 1, 1]
-    bias, rows, mask, heads = (
-        None if x is None else fold(same_rank(x)) for x in (bias, rows, mask, heads)
-    )
+    bias, rows, mask, heads = (None if x is None else fold(same_rank(x)) for x in (bias, rows, mask, heads))
     key_weight = None if rows is None else rows.squeeze(-2)
     return (
         fold(q),

@@ -100,34 +100,25 @@ def attention_backward(
 
     Source: Dao, arXiv:2307.08691, algorithm 2; Liu et al., arXiv:2310.01889 (ring attention).
     """
-    arguments.check_types(
-        q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes
-    )
+    arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes)
     arguments.check_type("out", out)
     arguments.check_type("lse", lse)
     for name, x in (("dout", dout), ("dlse", dlse)):
         if x is not None:
             arguments.check_type(name, x, " or None")
-    options = arguments.Options.of(
-        causal, window, align, scale, softcap, dropout_p, True, deterministic, precision
-    )
+    options = arguments.Options.of(causal, window, align, scale, softcap, dropout_p, True, deterministic, precision)
     options.check()
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
     dropout_seed = _seed(q, options.dropout_p, dropout_seed)
-    needs_grad = transforms.needs_grad(
-        dout, dlse, q, k, v, bias, key_weight, alibi_slopes, out, lse
-    )
+    needs_grad = transforms.needs_grad(dout, dlse, q, k, v, bias, key_weight, alibi_slopes, out, lse)
     given_bias, bias = bias, arguments.widened(bias, q.dtype)
     kernel_bias, bias_offsets, kernel_weight = bias, None, key_weight
     if cu_seqlens_q is None:
         call = describe(q, k, v, bias, key_weight, mask, alibi_slopes, None, options, needs_grad)
         equal = all(x.dim() == q.dim() and x.shape[:-3] == q.shape[:-3] for x in (k, v))
         if not equal or q.dim() > 5:
-            raise ValueError(
-                "attention_backward takes q, k, v with equal leading dims, at most two before "
-                "the heads"
-            )
+            raise ValueError("attention_backward takes q, k, v with equal leading dims, at most two before the heads")
         kernel_bias, mask = (with_rank(x, q.dim()) for x in (bias, mask))
         kernel_weight = with_rank(key_weight, q.dim() - 1)
         lse_shape = tuple(q.shape[:-1])
@@ -186,9 +177,7 @@ def attention_backward(
         dq, dk, dv, dbias, dweight = differentiate.backward(choice, dout, dlse, saved, need)
     if cu_seqlens_q is not None:
         dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
-    dbias, dweight = (
-        None if x is None else g.reshape(x.shape) for g, x in ((dbias, bias), (dweight, key_weight))
-    )
+    dbias, dweight = (None if x is None else g.reshape(x.shape) for g, x in ((dbias, bias), (dweight, key_weight)))
     if given_bias is not None and dbias is not None:
         dbias = dbias.to(given_bias.dtype)
     return Gradients(dq, dk, dv, dbias, dweight)
@@ -199,9 +188,7 @@ def _seed(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor | 
     if not dropout_p:
         return None
     if dropout_seed is None:
-        raise ValueError(
-            "attention_backward needs the forward's dropout_seed to drop the same entries"
-        )
+        raise ValueError("attention_backward needs the forward's dropout_seed to drop the same entries")
     return seed_for(q, dropout_p, dropout_seed)
 
 

@@ -18,9 +18,7 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 
 
-def philox4x32(
-    key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> tuple[Tensor, ...]:
+def philox4x32(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Philox4x32-10: four 32-bit words, stored as int64, for a key of two and a counter of four (broadcast
     together)."""
     k0, k1 = key
@@ -79,17 +77,12 @@ def _mapped_mask(
         x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in ((seed, dims[0]), (rows, dims[2]))
     )
-    each = [
-        torch.ops.flashsci.keep_mask(seeds[n], dropout_p, all_rows[n], *sizes)
-        for n in range(info.batch_size)
-    ]
+    each = [torch.ops.flashsci.keep_mask(seeds[n], dropout_p, all_rows[n], *sizes) for n in range(info.batch_size)]
     return torch.stack(each), 0
 
 
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
-LIBRARY.define(
-    "keep_mask(Tensor seed, float dropout_p, Tensor rows, SymInt seq_q, SymInt seq_k) -> Tensor"
-)
+LIBRARY.define("keep_mask(Tensor seed, float dropout_p, Tensor rows, SymInt seq_q, SymInt seq_k) -> Tensor")
 LIBRARY.impl("keep_mask", _keep_mask, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "flashsci::keep_mask",
@@ -99,9 +92,7 @@ torch.library.register_fake(
 torch.library.register_vmap("flashsci::keep_mask", _mapped_mask, lib=LIBRARY)
 
 
-def dropout_mask(
-    dropout_seed: Tensor, dropout_p: float, shape: tuple[int, ...], *, batch_offset: int = 0
-) -> Tensor:
+def dropout_mask(dropout_seed: Tensor, dropout_p: float, shape: tuple[int, ...], *, batch_offset: int = 0) -> Tensor:
     """The positions of P that attention keeps for a given seed, identical in every backend.
 
     Args:
@@ -142,9 +133,7 @@ def check_dropout(dropout_p: float, dropout_seed: Tensor | None) -> None:
             "dropout_seed must be an int64 tensor of shape [2] (seed, offset) or None, got "
             f"{type(dropout_seed).__name__}; torch.tensor([seed, offset]) makes one"
         )
-    if dropout_seed is not None and (
-        dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,)
-    ):
+    if dropout_seed is not None and (dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,)):
         raise ValueError(
             "dropout_seed must be an int64 tensor of shape [2] (seed, offset), "
             f"got {dropout_seed.dtype} of shape {list(dropout_seed.shape)}"

@@ -117,8 +117,7 @@ def _explained(call: tuple[Any, ...], backend: str) -> explanation.Explanation:
     if found.chosen != "sdpa" or not transforming():
         return found
     reason = (
-        "no transform of torch.func and no forward mode sees through SDPA; 'reference' computes "
-        "what it is chosen for"
+        "no transform of torch.func and no forward mode sees through SDPA; 'reference' computes what it is chosen for"
     )
     return replace(found, chosen="reference", reasons={**found.reasons, "sdpa": reason})
 
@@ -157,9 +156,7 @@ def _with_kernels(
         heads_first = (x.transpose(0, 1) for x in rows[:3])
         rows = Tensors._make((*heads_first, *rows[3:]))
     scalars = options.scalars(q.shape[-1], *longest)
-    copied = replace(
-        found.problem, inner_heads=False
-    )  # the bias, where kernels do not take it in place
+    copied = replace(found.problem, inner_heads=False)  # the bias, where kernels do not take it in place
 
     def whose(strides: bool) -> str | None:
         return gradients_of(choice, copied, strides).backend
@@ -196,7 +193,7 @@ def _fp8(
     else:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    without = (None if x is None else naming.without_memory(x).contiguous() for x in edges or (None, None))  # fmt: skip
+    without = (None if x is None else naming.without_memory(x).contiguous() for x in edges or (None, None))
     scalars = fp8.scalars_of(q, options, *longest, given.out_dtype)
     tensors = FP8Tensors(q, k, v, *scales, *without)
     return replace(found, kernel=naming.fp8(tensors, scalars, rows[0].device))
@@ -230,7 +227,7 @@ def _residual(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     residual.check(q, k, v, bias)
     options = arguments.Options.of(
         False, None, "upper_left", given["scale"], None, given["dropout_p"], False, None, given["precision"]
-    )  # fmt: skip
+    )
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
     needs_grad = transforms.needs_grad(q, k, v, bias)

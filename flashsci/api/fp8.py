@@ -32,18 +32,14 @@ class FP8Options(NamedTuple):
     sink: Tensor | None = None
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments.Options, backend: str
-) -> Any:
+def dense(q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments.Options, backend: str) -> Any:
     """`flashsci.attention` of 8-bit floats: out, or with return_lse (out, lse)."""
     call = describe(q, k, v, given, options)
     choice = decide(backends.FP8, call, backend)
     count_flops()
     leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     q, k, v, scales = as_kernels_take_them(q, k, v, given[:3], leading)
-    out, lse = _run(
-        choice.forward, q, k, v, scales, None, None, options, None, None, given.out_dtype
-    )
+    out, lse = _run(choice.forward, q, k, v, scales, None, None, options, None, None, given.out_dtype)
     if len(leading) > 2:
         out = out.unflatten(0, leading[:-1])
         lse = lse.unflatten(0, leading[:-1]) if options.return_lse else lse
@@ -60,9 +56,7 @@ def as_kernels_take_them(
     if len(leading) > 2:
         fold = len(leading) - 2
         q, k, v = (x.reshape(-1, *x.shape[fold + 1 :]) for x in (q, k, v))
-        scales = tuple(
-            s if s is None or s.dim() == 0 else s.reshape(-1, *s.shape[fold + 1 :]) for s in scales
-        )
+        scales = tuple(s if s is None or s.dim() == 0 else s.reshape(-1, *s.shape[fold + 1 :]) for s in scales)
     return q, k, v, scales
 
 
@@ -85,9 +79,7 @@ def packed(
     choice = decide(backends.FP8, call, backend)
     count_flops()
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    out, lse = _run(
-        choice.forward, q, k, v, given[:3], *cu_seqlens, options, *longest, given.out_dtype
-    )
+    out, lse = _run(choice.forward, q, k, v, given[:3], *cu_seqlens, options, *longest, given.out_dtype)
     out = out.transpose(0, 1)
     return (out, lse) if options.return_lse else out
 
@@ -114,19 +106,18 @@ def describe(
             "jagged float8_e4m3fn tensors are not served; give their values() and offsets() to flashsci.varlen_attention"
         )
     arguments.same_device(q, k=k, v=v, **others)
-    edges = (
-        {} if cu_seqlens is None else dict(cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
-    )
+    edges = {} if cu_seqlens is None else dict(cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
     transforms.check("float8", q=q, k=k, v=v, **others, **edges)
     if given.out_dtype not in (None, *OUT_DTYPES):
-        raise TypeError(
-            f"out_dtype must be torch.bfloat16 (the default) or torch.float16, got {given.out_dtype!r}"
-        )
+        raise TypeError(f"out_dtype must be torch.bfloat16 (the default) or torch.float16, got {given.out_dtype!r}")
     features = options.features(None, None, None, None, False)
     features |= dict(
-        bias_shape=None if given.bias is None else (), key_weight=given.key_weight is not None, mask=given.mask is not None,
-        alibi=given.alibi_slopes is not None, sink=given.sink is not None,
-    )  # fmt: skip
+        bias_shape=None if given.bias is None else (),
+        key_weight=given.key_weight is not None,
+        mask=given.mask is not None,
+        alibi=given.alibi_slopes is not None,
+        sink=given.sink is not None,
+    )
     options.check()
     arguments.check_head_dims(q, k, v)
     heads = _check_dense(q, k, v) if cu_seqlens is None else _check_packed(q, k, v, cu_seqlens)
@@ -149,7 +140,7 @@ def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor, given: FP8Options) -> None:
         raise TypeError(
             f"q, k, v must share one dtype, got {dtypes}; flashsci.quantize makes float8_e4m3fn of what is not"
         )
-    names = [n for n in ("q_scale", "k_scale", "v_scale", "out_dtype") if getattr(given, n) is not None]  # fmt: skip
+    names = [n for n in ("q_scale", "k_scale", "v_scale", "out_dtype") if getattr(given, n) is not None]
     raise TypeError(
         f"{', '.join(names)} belong{'s' if len(names) == 1 else ''} to float8_e4m3fn q, k, v (flashsci.quantize makes them), got "
         f"{dtypes}; leave {'it' if len(names) == 1 else 'them'} out"
@@ -159,43 +150,31 @@ def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor, given: FP8Options) -> None:
 def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() < 2:
-            raise ValueError(
-                f"{name} must have at least two dims [S, D], got shape {list(x.shape)}"
-            )
+            raise ValueError(f"{name} must have at least two dims [S, D], got shape {list(x.shape)}")
     if k.shape[-2] != v.shape[-2]:
-        raise ValueError(
-            f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}"
-        )
+        raise ValueError(f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}")
     heads_q, heads_k, heads_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v))
     arguments.check_heads(heads_q, heads_k, heads_v)
     try:
         torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     except RuntimeError as error:
         shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        raise ValueError(
-            f"the leading dims (before heads) of q, k, v do not broadcast: {shapes}"
-        ) from error
+        raise ValueError(f"the leading dims (before heads) of q, k, v do not broadcast: {shapes}") from error
     return heads_q, heads_k
 
 
-def _check_packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor]
-) -> tuple[int, int]:
+def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor]) -> tuple[int, int]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"packed {name} must have shape [T, H, D], got {list(x.shape)}")
     if k.shape[0] != v.shape[0]:
-        raise ValueError(
-            f"k and v must have the same number of packed rows, got {k.shape[0]} and {v.shape[0]}"
-        )
+        raise ValueError(f"k and v must have the same number of packed rows, got {k.shape[0]} and {v.shape[0]}")
     arguments.check_heads(q.shape[1], k.shape[1], v.shape[1])
     for name, edges in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
         arguments.check_cu_seqlens(name, edges, q)
     if cu_seqlens[0].shape != cu_seqlens[1].shape:
         counts = f"{cu_seqlens[0].shape[0] - 1} and {cu_seqlens[1].shape[0] - 1}"
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}"
-        )
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}")
     return q.shape[1], k.shape[1]
 
 
@@ -210,11 +189,13 @@ def _check_scale(name: str, scale: Tensor | None, x: Tensor, sequences: int) -> 
     rows = inner.shape[-2]
     if sequences >= 0:
         heads = inner.shape[0]
-        shapes = f"a sequence and head ([{sequences}, {heads}]) or a block of 128 or 64 rows ([{rows // 128 + sequences} or {rows // 64 + sequences}, {heads}])"  # fmt: skip
+        shapes = f"a sequence and head ([{sequences}, {heads}]) or a block of 128 or 64 rows ([{rows // 128 + sequences} or {rows // 64 + sequences}, {heads}])"
     else:
         outer = ", ".join(map(str, x.shape[:-2]))
         comma = ", " if outer else ""
-        shapes = f"a head ([{outer}]) or a block of 128 or 64 rows ([{outer}{comma}{-(-rows // 128)} or {-(-rows // 64)}])"
+        shapes = (
+            f"a head ([{outer}]) or a block of 128 or 64 rows ([{outer}{comma}{-(-rows // 128)} or {-(-rows // 64)}])"
+        )
     raise ValueError(
         f"{name} must have one number for all ([]), {shapes}, got {arguments.shape_of(scale)}; flashsci.quantize makes it"
     )

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 
-def merge(
-    outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
+def merge(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention to all keys from attention to disjoint sets of them, exact and differentiable.
 
     Args:

@@ -32,8 +32,7 @@ def attention(
     """
     if bias is not None or key_weight is not None or mask is not None:
         raise ValueError(
-            "nested tensors take no bias, key_weight or mask; call varlen_attention on .values() with a "
-            "ragged bias"
+            "nested tensors take no bias, key_weight or mask; call varlen_attention on .values() with a ragged bias"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         jagged = x.is_nested and x.layout == torch.jagged

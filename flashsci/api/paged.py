@@ -100,13 +100,9 @@ def paged_attention(
         ... ).shape
         torch.Size([4, 8, 64])
     """
-    options = arguments.Options.of(
-        causal, window, "lower_right", scale, softcap, 0.0, return_lse, False, None
-    )
+    options = arguments.Options.of(causal, window, "lower_right", scale, softcap, 0.0, return_lse, False, None)
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
-    given = PagedTensors(
-        q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sink, k_scale, v_scale
-    )
+    given = PagedTensors(q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sink, k_scale, v_scale)
     plan = _plan(given, out, max_seqlen_q, options, backend)
     tensors = given if plan.as_given else as_kernels_take_them(given)
     if out is None:
@@ -140,11 +136,9 @@ def _plan(
     key: tuple[Any, ...] | None = None
     every = (*given, out)
     # A key does not hold the derivatives that transforms want from the tensors.
-    if not (torch.compiler.is_compiling() or transforming_eagerly()) and _KINDS.issuperset(
-        map(type, every)
-    ):
+    if not (torch.compiler.is_compiling() or transforming_eagerly()) and _KINDS.issuperset(map(type, every)):
         wanted = grad_enabled() and gradients(*every)
-        key = ("paged", *signature(*every), max_seqlen_q, options, wanted, backends.requested(backend))  # fmt: skip
+        key = ("paged", *signature(*every), max_seqlen_q, options, wanted, backends.requested(backend))
         kept: _Plan | None = plans.get(key)
         if kept is not None and not modes():
             return kept
@@ -161,7 +155,7 @@ def scalars_of(q: Tensor, max_seqlen_q: int | None, options: arguments.Options) 
     dense = options.scalars(q.shape[-1], max_seqlen_q)
     return PagedScalars(
         dense.max_seqlen_q, dense.scale, dense.softcap, dense.window_left, dense.window_right, options.return_lse
-    )  # fmt: skip
+    )
 
 
 def as_kernels_take_them(x: PagedTensors) -> PagedTensors:
@@ -215,19 +209,17 @@ def write_kv_cache(
     """
     names = dict(key=key, value=value, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     _check_all("write_kv_cache", names, dict(k_scale=k_scale, v_scale=v_scale))
-    arguments.same_device(key, value=value, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)  # fmt: skip
+    arguments.same_device(key, value=value, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     _check_rows("key", key, "value", value)
     _check_caches(key, k_cache, v_cache)
     heads_k = k_cache.shape[2]
-    if key.shape[1:] != (heads_k, k_cache.shape[-1]) or value.shape[1:] != (heads_k, v_cache.shape[-1]):  # fmt: skip
+    if key.shape[1:] != (heads_k, k_cache.shape[-1]) or value.shape[1:] != (heads_k, v_cache.shape[-1]):
         raise ValueError(
             f"key and value must be [T, {heads_k}, {k_cache.shape[-1]}] and [T, {heads_k}, {v_cache.shape[-1]}] as the caches "
             f"have it, got {arguments.shape_of(key)} and {arguments.shape_of(value)}"
         )
     if slot_mapping.dtype != torch.int64:
-        raise TypeError(
-            f"slot_mapping must be int64, got {slot_mapping.dtype}; call .to(torch.int64)"
-        )
+        raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}; call .to(torch.int64)")
     if slot_mapping.dim() != 1 or slot_mapping.shape[0] > key.shape[0]:
         raise ValueError(
             f"slot_mapping must be [at most T = {key.shape[0]}], a slot for each row of key, got "
@@ -265,18 +257,14 @@ def describe(
     """
     needed = dict(
         q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q
-    )  # fmt: skip
-    _check_all(
-        "paged_attention", needed, dict(sink=sink, k_scale=k_scale, v_scale=v_scale, out=out)
     )
+    _check_all("paged_attention", needed, dict(sink=sink, k_scale=k_scale, v_scale=v_scale, out=out))
     arguments.same_device(q, **{n: x for n, x in needed.items() if n != "q"}, sink=sink, out=out)
     if q.dim() != 3:
         raise ValueError(f"q must be packed, [T, Hq, D], got {arguments.shape_of(q)}")
     _check_caches(q, k_cache, v_cache)
     if q.shape[-1] != k_cache.shape[-1]:
-        raise ValueError(
-            f"q and k_cache must have the same head dim (last), got {q.shape[-1]} and {k_cache.shape[-1]}"
-        )
+        raise ValueError(f"q and k_cache must have the same head dim (last), got {q.shape[-1]} and {k_cache.shape[-1]}")
     heads_q, heads_k = q.shape[1], k_cache.shape[2]
     arguments.check_heads(heads_q, heads_k, v_cache.shape[2])
     options.check()
@@ -350,7 +338,7 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def _check_tables(block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> None:
-    tables = (("block_table", block_table), ("seqused_k", seqused_k), ("cu_seqlens_q", cu_seqlens_q))  # fmt: skip
+    tables = (("block_table", block_table), ("seqused_k", seqused_k), ("cu_seqlens_q", cu_seqlens_q))
     for name, x in tables:
         if x.dtype != torch.int32:
             raise TypeError(f"{name} must be int32, got {x.dtype}; call .to(torch.int32)")
@@ -370,14 +358,10 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
     if sink is not None and sink.dtype not in (q.dtype, torch.float32):
         raise TypeError(f"sink must have q's dtype ({q.dtype}) or float32, got {sink.dtype}")
     if sink is not None and sink.shape != (q.shape[1],):
-        raise ValueError(
-            f"sink must be [Hq = {q.shape[1]}], a logit for each head, got {arguments.shape_of(sink)}"
-        )
+        raise ValueError(f"sink must be [Hq = {q.shape[1]}], a logit for each head, got {arguments.shape_of(sink)}")
 
 
-def _check_scale(
-    name: str, scale: Tensor | None, q: Tensor, full: tuple[int, ...], dims: str
-) -> None:
+def _check_scale(name: str, scale: Tensor | None, q: Tensor, full: tuple[int, ...], dims: str) -> None:
     if scale is None:
         return
     arguments.same_device(q, **{name: scale})

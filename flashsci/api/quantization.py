@@ -111,9 +111,7 @@ def quantize(
 def _check(x: Tensor, per: str, block: int, cu_seqlens: Tensor | None) -> None:
     arguments.check_type("x", x)
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise TypeError(
-            f"x must be float16, bfloat16 or float32, got {x.dtype}; call .float() where its numbers fit"
-        )
+        raise TypeError(f"x must be float16, bfloat16 or float32, got {x.dtype}; call .float() where its numbers fit")
     transforms.check("quantize", x=x, cu_seqlens=cu_seqlens)
     if per not in PER:
         raise ValueError(f"per must be one of {PER}, got {per!r}")
@@ -121,9 +119,7 @@ def _check(x: Tensor, per: str, block: int, cu_seqlens: Tensor | None) -> None:
         raise ValueError(f"block must be 128 or 64 rows, got {block!r}")
     if cu_seqlens is None:
         if x.dim() < 2:
-            raise ValueError(
-                f"x must have at least two dims [S, D], got shape {arguments.shape_of(x)}"
-            )
+            raise ValueError(f"x must have at least two dims [S, D], got shape {arguments.shape_of(x)}")
     elif x.dim() != 3:
         raise ValueError(f"packed x must have shape [T, H, D], got {arguments.shape_of(x)}")
     if x.shape[-1] == 0:
@@ -141,9 +137,7 @@ def _scales(largest: Tensor) -> Tensor:
 def _dense_scales(size: Tensor, per: str, block: int) -> tuple[Tensor, Tensor]:
     """(scales, the same in the form that divides x ``[..., H, S, D]``)."""
     if size.numel() == 0:
-        shape = {"tensor": (), "head": size.shape[:-2]}.get(
-            per, (*size.shape[:-2], -(-size.shape[-2] // block))
-        )
+        shape = {"tensor": (), "head": size.shape[:-2]}.get(per, (*size.shape[:-2], -(-size.shape[-2] // block)))
         return size.new_ones(shape), size.new_ones(())
     if per == "tensor":
         scale = _scales(size.amax())
@@ -166,9 +160,7 @@ def _packed_scales(size: Tensor, per: str, block: int, cu_seqlens: Tensor) -> tu
         scale = _scales(size.amax() if rows * heads else size.new_zeros(()))
         return scale, scale
     row = torch.arange(rows, device=size.device, dtype=torch.int32)
-    n = (torch.searchsorted(cu_seqlens.contiguous(), row, right=True) - 1).clamp(
-        0, max(sequences - 1, 0)
-    )
+    n = (torch.searchsorted(cu_seqlens.contiguous(), row, right=True) - 1).clamp(0, max(sequences - 1, 0))
     place, count = n, sequences
     if per == "block":
         first = cu_seqlens[n]

@@ -28,7 +28,7 @@ from flashsci.call.plans import (
     remember,
     repeated,
     signature,
-)  # fmt: skip
+)
 from flashsci.call.residual_ops import Kernels, ResidualCall, scores_dtype
 from flashsci.call.tracing import autocast, count_flops, hides_sizes, transforming
 from flashsci.choice import backends
@@ -101,15 +101,11 @@ def residual_attention(
     again = call = None
     if not dropout_p and dropout_seed is None:
         seen = (q, k, v) if bias is None else (q, k, v, bias)
-        again, call = repeated(
-            ("residual", bias is None), seen, (scale, dropout_p, precision), None, backend
-        )
+        again, call = repeated(("residual", bias is None), seen, (scale, dropout_p, precision), None, backend)
         if again is not None:
             return again((q, k, v, bias))
     check(q, k, v, bias)
-    options = arguments.Options.of(
-        False, None, "upper_left", scale, None, dropout_p, False, None, precision
-    )
+    options = arguments.Options.of(False, None, "upper_left", scale, None, dropout_p, False, None, precision)
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
     needs_grad = transforms.needs_grad(q, k, v, bias)
@@ -125,9 +121,7 @@ def residual_attention(
     direct = plain((q, k, v, bias, seed))
     call = as_given(call, q, k, v, bias)
     if direct and call is not None and _fits(q, k, v, bias):
-        run = functools.partial(
-            _again, Repeated(kernels, call_of(q, k, v, bias, seed, *wanted)), needs_grad
-        )
+        run = functools.partial(_again, Repeated(kernels, call_of(q, k, v, bias, seed, *wanted)), needs_grad)
         remember(call, run)
         return run((q, k, v, bias))
     leading, heads = _outer(q, k, v)
@@ -136,9 +130,7 @@ def residual_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     shape = (*leading, *heads)
     results = Residual.apply(kernels, q, k, v, bias, seed, *wanted)
-    out, scores = (
-        x if x.shape[:-2] == shape else x.reshape(*shape, *x.shape[-2:]) for x in results
-    )
+    out, scores = (x if x.shape[:-2] == shape else x.reshape(*shape, *x.shape[-2:]) for x in results)
     return out, scores
 
 
@@ -210,9 +202,7 @@ class Repeated:
         return found
 
 
-def _again(
-    kept: Repeated, needs_grad: bool, given: tuple[Tensor | None, ...]
-) -> tuple[Tensor, Tensor]:
+def _again(kept: Repeated, needs_grad: bool, given: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
     """The results of a call that repeats an earlier one."""
     if needs_grad:
         results: tuple[Tensor, Tensor] = _apply(kept, *given)
@@ -238,9 +228,7 @@ def choice_of(
     if hides_sizes(q, k, v):
         call = describe(q, k, v, bias, options, needs_grad)
         return decide(backends.RESIDUAL, call, backend)
-    key = (
-        "residual", *signature(q, k, v, bias), options, needs_grad and gradients(bias), backends.requested(backend)
-    )  # fmt: skip
+    key = ("residual", *signature(q, k, v, bias), options, needs_grad and gradients(bias), backends.requested(backend))
     found: Choice | None = plans.get(key)
     if found is None:
         call = describe(q, k, v, bias, options, needs_grad)
@@ -385,9 +373,7 @@ def _gradients(
     return None
 
 
-def _summed(
-    found: Sequence[Tensor | None], wanted: tuple[bool, ...], bias: Tensor | None
-) -> list[Tensor | None]:
+def _summed(found: Sequence[Tensor | None], wanted: tuple[bool, ...], bias: Tensor | None) -> list[Tensor | None]:
     """dq, dk, dv, and the gradient of the bias, summed from that of the scores."""
     *rows, change = found
     gradients = [x if want else None for x, want in zip(rows, wanted, strict=False)]
@@ -398,9 +384,7 @@ def _summed(
     return [*gradients, change if change.dtype is bias.dtype else change.to(bias.dtype)]
 
 
-def call_of(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, *options: Any
-) -> ResidualCall:
+def call_of(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, *options: Any) -> ResidualCall:
     """The call, with copies of tensors that are not stored as kernels read them, such as a bias whose keys are not
     neighbours.
 
@@ -421,9 +405,7 @@ def _recorded(
     """Gradients of q, k, v, bias that have gradients themselves."""
     scale, dropout_p, precision = scalars
     precision = None if precision == "default" else precision
-    options = arguments.Options.of(
-        False, None, "upper_left", scale, None, dropout_p, False, None, precision
-    )
+    options = arguments.Options.of(False, None, "upper_left", scale, None, dropout_p, False, None, precision)
     *given, seed = tensors
 
     def compute(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

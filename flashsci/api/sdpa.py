@@ -98,9 +98,7 @@ def _constant(x: Any) -> Any:
     return x
 
 
-def _heads(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Heads as attention() takes them: equal numbers for key and value, a divisor of query's."""
     counts = tuple(x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
     of_query, of_key, of_value = counts
@@ -114,9 +112,7 @@ def _heads(
             )
         if of_key != of_value:
             heads = math.lcm(of_key, of_value)
-            key, value = (
-                x.repeat_interleave(heads // n, -3) for x, n in ((key, of_key), (value, of_value))
-            )
+            key, value = (x.repeat_interleave(heads // n, -3) for x, n in ((key, of_key), (value, of_value)))
         return query, key, value
     several = {n for n in counts if n != 1}
     if len(several) != 1 or query.is_nested:

@@ -132,9 +132,7 @@ def varlen_attention(
         second = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         found = again((q, k, v, cu_seqlens_q, second, alibi_slopes))
         return found if return_lse else found[0]
-    arguments.check_types(
-        q, k, v, bias=bias, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink
-    )
+    arguments.check_types(q, k, v, bias=bias, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink)
     options = arguments.Options.of(
         causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
     )
@@ -142,9 +140,7 @@ def varlen_attention(
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
     validate = arguments.flag("validate", validate)
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        given = fp8.FP8Options(
-            q_scale, k_scale, v_scale, out_dtype, bias, key_weight, None, alibi_slopes, sink
-        )
+        given = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, None, alibi_slopes, sink)
         edges = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         longest = max_seqlen_q, max_seqlen_k
         return fp8.packed(q, k, v, edges, longest, given, options, validate, backend)
@@ -221,9 +217,7 @@ def _plan(
     """The plan of a packed call; from the cache if an equal call was planned before."""
 
     def make() -> Plan:
-        call = describe(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink, options, needs_grad
-        )  # fmt: skip
+        call = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink, options, needs_grad)
         choice = decide(ATTENTION, call, backend)
         if choice.forward == "reference":
             for offsets_name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True):
@@ -279,9 +273,7 @@ def describe(
             raise ValueError(f"packed {name} must have shape [T, H, D], got {list(x.shape)}")
     arguments.check_head_dims(q, k, v)
     if k.shape[0] != v.shape[0]:
-        raise ValueError(
-            f"k and v must have the same number of packed rows, got {k.shape[0]} and {v.shape[0]}"
-        )
+        raise ValueError(f"k and v must have the same number of packed rows, got {k.shape[0]} and {v.shape[0]}")
     heads_q, heads_k = q.shape[1], k.shape[1]
     arguments.check_heads(heads_q, heads_k, v.shape[1])
     options.check()
@@ -289,9 +281,7 @@ def describe(
     arguments.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         counts = f"{cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}"
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}"
-        )
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}")
     features = options.features(bias, key_weight, alibi_slopes, sink, needs_grad)
     features["varlen"] = True
     if bias is not None:
@@ -312,8 +302,7 @@ def describe(
         shape = arguments.shape_of(key_weight)
         if shape not in ([k.shape[0]], [1, k.shape[0]], [heads_k, k.shape[0]]):
             raise ValueError(
-                f"a packed key_weight must be [Tk = {k.shape[0]}] or [Hw, Tk] with Hw 1 or "
-                f"{heads_k}, got {shape}"
+                f"a packed key_weight must be [Tk = {k.shape[0]}] or [Hw, Tk] with Hw 1 or {heads_k}, got {shape}"
             )
     if alibi_slopes is not None:
         sequences = cu_seqlens_q.shape[0] - 1
@@ -367,12 +356,9 @@ def check_contents(
                 f"a per-pair bias must have sum of Sq*Sk = {pairs} columns (a per-key one Tk = "
                 f"{k.shape[0]}), got {bias.shape[1]}"
             )
-    elif pairs == k.shape[0] and any(
-        a != 1 and b for a, b in zip(lengths_q, lengths_k, strict=True)
-    ):
+    elif pairs == k.shape[0] and any(a != 1 and b for a, b in zip(lengths_q, lengths_k, strict=True)):
         raise ValueError(
-            f"a bias with {pairs} columns could be per pair or per key here; give a per-key bias "
-            "as [Hb, 1, Tk]"
+            f"a bias with {pairs} columns could be per pair or per key here; give a per-key bias as [Hb, 1, Tk]"
         )
 
 

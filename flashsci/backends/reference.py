@@ -62,11 +62,7 @@ def visible(
 
 def per_query_head(x: Tensor, heads_q: int) -> Tensor:
     """The tensor with key heads repeated, so that query head h meets key head h // (Hq // Hk)."""
-    return (
-        x
-        if x.dim() < 3 or x.shape[-3] == heads_q
-        else x.repeat_interleave(heads_q // x.shape[-3], dim=-3)
-    )
+    return x if x.dim() < 3 or x.shape[-3] == heads_q else x.repeat_interleave(heads_q // x.shape[-3], dim=-3)
 
 
 def _per_key_head(x: Tensor, heads_k: int) -> Tensor:
@@ -169,9 +165,7 @@ def weights_as_bias(key_weight: Tensor, bias: Tensor | None, heads_q: int) -> Te
 def _keep(seed: Tensor, dropout_p: float, scores: Tensor, batch_offset: int) -> Tensor:
     heads = scores.shape[-3] if scores.dim() > 2 else 1
     leading = scores.shape[:-2]
-    rows = (
-        torch.arange(leading.numel(), device=scores.device).reshape(leading) + batch_offset * heads
-    )
+    rows = torch.arange(leading.numel(), device=scores.device).reshape(leading) + batch_offset * heads
     return keep_mask(seed, dropout_p, rows, scores.shape[-2], scores.shape[-1])
 
 
@@ -217,16 +211,12 @@ def _dense_forward(
         empty = total == 0
         terms = terms.masked_fill(empty, 0)  # no gradient of weights that are all zero
     total = torch.where(empty, torch.ones_like(total), total)
-    lse = torch.where(empty, torch.full_like(total, float("-inf")), torch.log(total) + top).squeeze(
-        -1
-    )
+    lse = torch.where(empty, torch.full_like(total, float("-inf")), torch.log(total) + top).squeeze(-1)
     p = terms / total
     dropout_p = scalars.dropout_p
     if dropout_p:
         assert seed is not None
-        p = torch.where(
-            _keep(seed, dropout_p, scores, batch_offset), p / (1 - dropout_p), torch.zeros_like(p)
-        )
+        p = torch.where(_keep(seed, dropout_p, scores, batch_offset), p / (1 - dropout_p), torch.zeros_like(p))
     return _product(p.to(v.dtype), per_query_head(v, q.shape[-3] if q.dim() > 2 else 1)), lse
 
 
@@ -276,9 +266,7 @@ def _dense_backward(
         delta = delta - dlse.to(compute).unsqueeze(-1)
     dp = keep * _product(dout_, per_query_head(v_, heads_q).transpose(-1, -2))
     ds = p * (dp - delta)
-    dweight = (
-        None if key_weight is None else _weight_gradient(terms * (dp - delta), key_weight, heads_k)
-    )
+    dweight = None if key_weight is None else _weight_gradient(terms * (dp - delta), key_weight, heads_k)
     dbias = None if bias is None else _sum_to(ds, bias.shape).to(bias.dtype)
     if capped is not None:
         ds = ds * _tanh_slope(capped)
@@ -320,9 +308,7 @@ class _Packed:
         blocks = _pieces_if_any(bias, self.bias_sizes, -1)[: self.count]
         if not self.ragged_bias:
             return list(blocks)
-        return [
-            x.unflatten(-1, s) for x, s in zip(blocks, self.shapes, strict=True) if x is not None
-        ]
+        return [x.unflatten(-1, s) for x, s in zip(blocks, self.shapes, strict=True) if x is not None]
 
     def slopes(self, alibi_slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         """The slopes of each sequence, [Hq]."""
@@ -336,9 +322,7 @@ class _Packed:
         return torch.cat([*parts, torch.zeros_like(whole.narrow(dim, 0, left))], dim)
 
 
-def forward(
-    tensors: Tensors, scalars: Scalars, sink: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64).
 
     Both are differentiable in q, k, v, bias, key_weight, alibi_slopes and sink [Hq]. (Other backends compute no sink:
@@ -350,9 +334,7 @@ def forward(
     else:
         assert cu_seqlens_k is not None
         packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
-        if (
-            not packed.count
-        ):  # all rows belong to no sequence: one call without keys, which has gradients
+        if not packed.count:  # all rows belong to no sequence: one call without keys, which has gradients
             bias, key_weight = (None if x is None else x[..., :0] for x in (bias, key_weight))
             bias = bias.unsqueeze(-2) if bias is not None and packed.ragged_bias else bias
             keys = k[..., :0, :], v[..., :0, :]
@@ -386,17 +368,13 @@ def forward(
     return out, lse
 
 
-def backward(
-    dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
-) -> tuple[Tensor, ...]:
+def backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, bias and key_weight from a given out and lse, which may be those of a larger set of keys.
 
     Scores are rounded to the inputs' dtype, as in the forward. The lse of a backend that keeps scores in fp32 belongs
     to P up to that rounding.
     """
-    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, alibi = (
-        saved.tensors
-    )
+    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, alibi = saved.tensors
     out, lse, scalars = saved.out, saved.lse, saved.scalars
     dout = torch.zeros_like(out) if dout is None else dout
     if cu_seqlens_q is None:
@@ -442,11 +420,7 @@ def backward(
         dweight = None
         if key_weight is not None:
             dweight = packed.join([f[4] for f in found if f[4] is not None], key_weight, -1)
-    unneeded = [
-        q.new_empty(0) if x is None else x.new_empty(0) for x in (q, k, v, bias, key_weight)
-    ]
+    unneeded = [q.new_empty(0) if x is None else x.new_empty(0) for x in (q, k, v, bias, key_weight)]
     wanted = [need & bit for bit in (1, 2, 4, 8, 16)]
     gradients = (dq, dk, dv, dbias, dweight)
-    return tuple(
-        g if w and g is not None else u for g, w, u in zip(gradients, wanted, unneeded, strict=True)
-    )
+    return tuple(g if w and g is not None else u for g, w, u in zip(gradients, wanted, unneeded, strict=True))

@@ -31,14 +31,12 @@ def _attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor
     q, k, v = (
         dequantised(x, scale, of)
         for x, scale, of in zip(tensors[:3], tensors[3:6], (edges[0], edges[1], edges[1]), strict=True)
-    )  # fmt: skip
+    )
     options = Scalars(
         scalars.max_seqlen_q, scalars.max_seqlen_k, scalars.scale, scalars.softcap, scalars.window_left, scalars.window_right,
         scalars.lower_right, 0.0, "default", False,
     )  # fmt: skip
-    out, lse = reference.forward(
-        Tensors(q, k, v, cu_seqlens_q=edges[0], cu_seqlens_k=edges[1]), options
-    )
+    out, lse = reference.forward(Tensors(q, k, v, cu_seqlens_q=edges[0], cu_seqlens_k=edges[1]), options)
     out = follow_layout(out.to(scalars.out_dtype), tensors.q)
     return out, lse.contiguous() if scalars.return_lse else lse.new_empty(0)
 

@@ -46,9 +46,7 @@ def _leaves(saved: Saved) -> tuple[list[Tensor], Callable[..., tuple[Tensor, Ten
 def _along(saved: Saved, tangents: Tangents, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     """The leaves, and <tangents, gradients of <out, dout> + <lse, dlse>>, differentiable in leaves, dout and dlse."""
     leaves, compute = _leaves(saved)
-    first = torch.autograd.grad(
-        compute(), leaves, (dout, dlse), create_graph=True, materialize_grads=True
-    )
+    first = torch.autograd.grad(compute(), leaves, (dout, dlse), create_graph=True, materialize_grads=True)
     present = [t for t, x in zip(tangents, saved.tensors, strict=False) if x is not None]
     pairs = zip(first, present, strict=True)
     return leaves, sum((g * t).sum() for g, t in pairs if t is not None)
@@ -84,9 +82,7 @@ def _double_backward(
         leaves, along = _along(saved, tangents, dout, dlse)
         found = iter(torch.autograd.grad(along, (*leaves, dout, dlse), materialize_grads=True))
     every = [None if x is None else next(found) for x in (*saved.tensors[:5], dout, dlse)]
-    return tuple(
-        saved.out.new_empty(0) if x is None or not need >> i & 1 else x for i, x in enumerate(every)
-    )
+    return tuple(saved.out.new_empty(0) if x is None or not need >> i & 1 else x for i, x in enumerate(every))
 
 
 def _laid_out(kernel: Callable[..., Sequence[Tensor]], what: str) -> Callable[..., Any]:

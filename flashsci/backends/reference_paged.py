@@ -36,9 +36,7 @@ def _attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Ten
     return lse if scalars.return_lse else lse.new_empty(0)
 
 
-def _sequence(
-    tensors: PagedTensors, scalars: PagedScalars, n: int, rows: slice, length: int
-) -> tuple[Tensor, Tensor]:
+def _sequence(tensors: PagedTensors, scalars: PagedScalars, n: int, rows: slice, length: int) -> tuple[Tensor, Tensor]:
     """(out ``[Hq, Lq, Dv]``, lse ``[Hq, Lq]``) of sequence n."""
     q = tensors.q[rows].transpose(0, 1).to(statistics_dtype(tensors.q.dtype))
     table, first = tensors.block_table[n], 0
@@ -48,7 +46,7 @@ def _sequence(
     v = gathered(tensors.v_cache, table, length, tensors.v_scale, n, q.dtype)[first:]
     options = Scalars(
         -1, -1, scalars.scale, scalars.softcap, scalars.window_left, scalars.window_right, True, 0.0, "default", False
-    )  # fmt: skip
+    )
     out, lse = reference.forward(Tensors(q, k.transpose(0, 1), v.transpose(0, 1)), options)
     if tensors.sink is None:
         return out, lse
@@ -58,9 +56,7 @@ def _sequence(
     return out * share[..., None], whole
 
 
-def gathered(
-    cache: Tensor, table: Tensor, length: int, scale: Tensor | None, n: int, dtype: torch.dtype
-) -> Tensor:
+def gathered(cache: Tensor, table: Tensor, length: int, scale: Tensor | None, n: int, dtype: torch.dtype) -> Tensor:
     """The first ``length`` rows of sequence n, dequantised: ``[length, Hk, D]`` in ``dtype``."""
     page = cache.shape[1]
     pages = table[: -(-length // page)].long().clamp(0, max(cache.shape[0] - 1, 0))

@@ -51,11 +51,7 @@ def rejects(problem: Problem) -> str | None:
         return "SDPA does not return the lse"
     if problem.deterministic and problem.device_type == "cuda" and problem.requires_grad:
         return "SDPA's fused backward passes are not deterministic on CUDA"
-    if (
-        problem.precision == "ieee"
-        and problem.device_type == "cuda"
-        and problem.dtype == torch.float32
-    ):
+    if problem.precision == "ieee" and problem.device_type == "cuda" and problem.dtype == torch.float32:
         return "SDPA's fp32 precision follows torch's global TF32 switch"
     return None
 
@@ -86,14 +82,10 @@ def _four_dims(x: Tensor | None, batch: torch.Size) -> Tensor | None:
     if x.dim() < 4:
         return x.reshape(*(1,) * (4 - x.dim()), *x.shape)
     leading = x.shape[:-3]
-    return (x if leading.numel() == 1 else x.expand(*batch, *x.shape[-3:])).reshape(
-        -1, *x.shape[-3:]
-    )
+    return (x if leading.numel() == 1 else x.expand(*batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars) -> Tensor:
     causal = scalars.window_left < 0 and scalars.window_right == 0 and not scalars.lower_right
     # torch's kernel for the CPU masks before it scales: -inf times 0 or less gives NaN (torch 2.13).
     causal = causal and bias is None and mask is None and scalars.scale > 0

@@ -38,9 +38,7 @@ def _rows_are_aligned(x: Tensor) -> bool:
     if not x.is_cuda:
         return True
     size = x.element_size()
-    strides = [
-        n * size for n, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1
-    ]
+    strides = [n * size for n, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1]
     whole_rows = x.shape[-1] * size % 16 == 0  # SDPA pads the others itself
     return x.data_ptr() % 16 == 0 and not (whole_rows and any(n % 16 for n in strides))
 
@@ -68,9 +66,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
     if hooks is None:
         return torch_attention(q, k, v, **arguments)
     pack, unpack = hooks
-    with saved_tensors_hooks(
-        lambda x: (pack(x), x.stride()), lambda kept: restored(unpack(kept[0]), kept[1])
-    ):
+    with saved_tensors_hooks(lambda x: (pack(x), x.stride()), lambda kept: restored(unpack(kept[0]), kept[1])):
         return torch_attention(q, k, v, **arguments)
 
 
@@ -138,9 +134,7 @@ def _sum(x: Tensor) -> float:
     return (x.detach() if x.requires_grad else x).sum().item()
 
 
-def lost(
-    q: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars
-) -> Tensor:
+def lost(q: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars) -> Tensor:
     """Zeros and NaN to add to out: they restore a NaN that :func:`finite` would find, where nothing may read values
     on the host.
 

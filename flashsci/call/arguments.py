@@ -154,9 +154,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         ValueError: tensors on different devices.
     """
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"q, k, v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them first"
-        )
+        raise TypeError(f"q, k, v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them first")
     if q.dtype not in DTYPES:
         raise TypeError(f"q, k, v must be float16, bfloat16, float32 or float64, got {q.dtype}")
     same_device(q, k=k, v=v)
@@ -165,9 +163,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def same_device(q: Tensor, **others: Tensor | None) -> None:
     for name, x in others.items():
         if x is not None and x.device != q.device:
-            raise ValueError(
-                f"{name} is on {x.device} but q is on {q.device}; move them to one device"
-            )
+            raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
 
 
 def check_heads(heads_q: int, heads_k: int, heads_v: int) -> None:
@@ -175,20 +171,15 @@ def check_heads(heads_q: int, heads_k: int, heads_v: int) -> None:
         raise ValueError(f"k and v must have the same number of heads, got {heads_k} and {heads_v}")
     if heads_k == 0 or heads_q % heads_k:
         raise ValueError(
-            "the number of query heads must be a multiple of the number of key heads, got "
-            f"{heads_q} and {heads_k}"
+            f"the number of query heads must be a multiple of the number of key heads, got {heads_q} and {heads_k}"
         )
 
 
 def check_head_dims(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"q and k must have the same head dim (last), got {q.shape[-1]} and {k.shape[-1]}"
-        )
+        raise ValueError(f"q and k must have the same head dim (last), got {q.shape[-1]} and {k.shape[-1]}")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
-        raise ValueError(
-            f"head dims must be at least 1, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)"
-        )
+        raise ValueError(f"head dims must be at least 1, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)")
 
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -208,18 +199,14 @@ def check_bias_dtype(bias: Tensor, dtype: torch.dtype) -> None:
         raise TypeError("bias is a bool tensor; a bool pattern goes in mask= (True = attend)")
     if bias.dtype not in (dtype, torch.float32):
         narrower = "" if dtype in _HALVES else ", bfloat16, float16"
-        raise TypeError(
-            f"bias must have q's dtype ({dtype}){narrower} or float32, got {bias.dtype}"
-        )
+        raise TypeError(f"bias must have q's dtype ({dtype}){narrower} or float32, got {bias.dtype}")
 
 
 def check_key_weight_dtype(key_weight: Tensor, dtype: torch.dtype) -> None:
     if key_weight.dtype == torch.bool:
         raise TypeError("key_weight is a bool tensor; a bool pattern goes in mask= (True = attend)")
     if key_weight.dtype not in (dtype, torch.float32):
-        raise TypeError(
-            f"key_weight must have q's dtype ({dtype}) or float32, got {key_weight.dtype}"
-        )
+        raise TypeError(f"key_weight must have q's dtype ({dtype}) or float32, got {key_weight.dtype}")
 
 
 def check_alibi(slopes: Tensor, q: Tensor, shape: Sequence[int], dims: str) -> None:
@@ -235,23 +222,16 @@ def check_sink(sink: Tensor, q: Tensor, heads_q: int) -> None:
     if sink.dtype not in (q.dtype, torch.float32):
         raise TypeError(f"sink must have q's dtype ({q.dtype}) or float32, got {sink.dtype}")
     if shape_of(sink) != [heads_q]:
-        raise ValueError(
-            f"sink must be one logit per query head, [Hq] = [{heads_q}], got {shape_of(sink)}"
-        )
+        raise ValueError(f"sink must be one logit per query head, [Hq] = [{heads_q}], got {shape_of(sink)}")
     same_device(q, sink=sink)
 
 
 def check_mask_dtype(mask: Tensor) -> None:
     if mask.dtype != torch.bool:
-        raise TypeError(
-            f"mask must be a bool tensor (True = attend), got {mask.dtype}; additive terms go in "
-            "bias="
-        )
+        raise TypeError(f"mask must be a bool tensor (True = attend), got {mask.dtype}; additive terms go in bias=")
 
 
-def check_broadcast(
-    name: str, shape: Sequence[int], full: Sequence[int], dims: str = "Hq, Sq, Sk"
-) -> None:
+def check_broadcast(name: str, shape: Sequence[int], full: Sequence[int], dims: str = "Hq, Sq, Sk") -> None:
     """Check that ``shape`` broadcasts to ``full``, whose last dims are ``dims``, without growing it."""
     fits = len(shape) <= len(full) and all(
         a == 1 or a == b for a, b in zip(reversed(shape), reversed(full), strict=False)
@@ -270,20 +250,14 @@ def window_bounds(causal: bool, window: Any) -> tuple[int, int]:
     if window is not None:
         try:
             # A set has no order; True counts as 1; a tensor would be read on the host.
-            wrong = not isinstance(window, (tuple, list)) or any(
-                isinstance(side, (bool, Tensor)) for side in window
-            )
+            wrong = not isinstance(window, (tuple, list)) or any(isinstance(side, (bool, Tensor)) for side in window)
             if wrong:
                 raise TypeError
             left, right = (-1 if side is None else index(side) for side in window)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"window must be (left, right), two ints or None each, got {window!r}"
-            ) from error
+            raise ValueError(f"window must be (left, right), two ints or None each, got {window!r}") from error
         if left < -1 or right < -1:
-            raise ValueError(
-                f"window sides must be >= 0, or -1 or None for unbounded, got {window!r}"
-            )
+            raise ValueError(f"window sides must be >= 0, or -1 or None for unbounded, got {window!r}")
     return left, 0 if causal else right
 
 
@@ -338,13 +312,9 @@ class Options(NamedTuple):
         if type(align) is not str:
             raise ValueError(f"align must be one of {ALIGNMENTS}, got {_described(align)}")
         if precision is not None and type(precision) is not str:
-            raise ValueError(
-                f"precision must be None or one of {PRECISIONS}, got {_described(precision)}"
-            )
+            raise ValueError(f"precision must be None or one of {PRECISIONS}, got {_described(precision)}")
         left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
-        return cls(
-            left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision
-        )
+        return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision)
 
     def check(self) -> None:
         """Raise ValueError for values that do not fit."""
@@ -357,13 +327,9 @@ class Options(NamedTuple):
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p must be in [0, 1), got {self.dropout_p}")
         if self.precision is not None and self.precision not in PRECISIONS:
-            raise ValueError(
-                f"precision must be None or one of {PRECISIONS}, got {self.precision!r}"
-            )
+            raise ValueError(f"precision must be None or one of {PRECISIONS}, got {self.precision!r}")
 
-    def scalars(
-        self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None
-    ) -> Scalars:
+    def scalars(self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> Scalars:
         """The options as kernels take them, with defaults filled in."""
         scale = 1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale)
         softcap = float(self.softcap) if self.softcap else 0.0
@@ -444,9 +410,7 @@ def check_unmapped(name: str, offsets: Tensor) -> None:
         )
 
 
-def check_cu_seqlens_contents(
-    name: str, offsets: Tensor, total: int, max_seqlen: int | None
-) -> None:
+def check_cu_seqlens_contents(name: str, offsets: Tensor, total: int, max_seqlen: int | None) -> None:
     """Check that the offsets rise from 0 to ``total`` and no sequence is longer than ``max_seqlen``. Reads them on
     the host.
 
@@ -463,19 +427,11 @@ def check_cu_seqlens_contents(
     lengths = [b - a for a, b in itertools.pairwise(values)]
     if values[0] != 0 or values[-1] != total or any(n < 0 for n in lengths):
         raise ValueError(
-            f"{name} must rise from 0 to the number of packed rows ({total}) without falling, "
-            f"got {_shortened(values)}"
+            f"{name} must rise from 0 to the number of packed rows ({total}) without falling, got {_shortened(values)}"
         )
     if max_seqlen is not None and lengths and max(lengths) > max_seqlen:
-        raise ValueError(
-            f"{name} holds a sequence of {max(lengths)} rows, longer than the given maximum "
-            f"{max_seqlen}"
-        )
+        raise ValueError(f"{name} holds a sequence of {max(lengths)} rows, longer than the given maximum {max_seqlen}")
 
 
 def _shortened(values: list[int]) -> str:
-    return (
-        str(values)
-        if len(values) <= 12
-        else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
-    )
+    return str(values) if len(values) <= 12 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"

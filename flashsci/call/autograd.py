@@ -31,7 +31,7 @@ from flashsci.call.ops import (
     is_legacy_batch,
     packed,
     plain,
-)  # fmt: skip
+)
 from flashsci.call.plans import Plan
 from flashsci.call.schemas import LIBRARY
 from flashsci.call.tracing import transforming
@@ -66,9 +66,7 @@ FORWARD_TWICE = (
 LIBRARY.define("refuse(Tensor x, str what) -> Tensor")
 LIBRARY.impl("refuse", lambda x, what: _refuse(what), "CompositeExplicitAutograd")
 torch.library.register_fake("flashsci::refuse", lambda x, what: torch.empty_like(x), lib=LIBRARY)
-torch.library.register_vmap(
-    "flashsci::refuse", lambda info, dims, x, what: _refuse(what), lib=LIBRARY
-)
+torch.library.register_vmap("flashsci::refuse", lambda info, dims, x, what: _refuse(what), lib=LIBRARY)
 
 
 class Guard(torch.autograd.Function):
@@ -97,10 +95,7 @@ def guarded(tensors: Any, what: str) -> list[Any]:
     """The tensors among these, guarded where a graph is recorded."""
     if not (torch.is_grad_enabled() or transforming()):
         return list(tensors)
-    return [
-        Guard.apply(x, what) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for x in tensors
-    ]
+    return [Guard.apply(x, what) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors]
 
 
 @functools.cache
@@ -139,9 +134,7 @@ def _backward(choice: str, dout: Any, dlse: Any, saved: Saved, need: int) -> _Gr
     return _needed(found, need)
 
 
-def _double_backward(
-    choice: str, tangents: Tangents, dout: Any, dlse: Any, saved: Saved, need: int
-) -> _Gradients:
+def _double_backward(choice: str, tangents: Tangents, dout: Any, dlse: Any, saved: Saved, need: int) -> _Gradients:
     """Gradients of q, k, v, bias, key_weight, dout, dlse of <tangents, gradients of the first five>."""
     if all(t is None for t in tangents) or not need:
         return (None,) * (_LEAVES + 2)
@@ -161,9 +154,7 @@ def _recorded_double_backward(choice: str, *given: Any) -> tuple[Tensor, ...]:
     """The node of :func:`_double_backward`, behind guards; its inputs are those of the pass."""
     tangents, dout, dlse, saved, need = PASSES["double_backward"].grouped(*given)
     fixed = guarded((dout, dlse, *saved.tensors, saved.out, saved.lse), THIRD)
-    found: tuple[Tensor, ...] = DoubleBackward.apply(
-        choice, *tangents, *fixed, *saved.scalars, need
-    )
+    found: tuple[Tensor, ...] = DoubleBackward.apply(choice, *tangents, *fixed, *saved.scalars, need)
     return found
 
 
@@ -187,9 +178,7 @@ def _along(
     which it is linear."""
     first = _double_backward(choice, tangents, dout, dlse, saved, need)[:_LEAVES]
     second = _backward(choice, tdout, tdlse, saved, need)
-    return tuple(
-        b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)
-    )
+    return tuple(b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True))
 
 
 class Forward(torch.autograd.Function):
@@ -200,9 +189,7 @@ class Forward(torch.autograd.Function):
     @staticmethod
     def forward(choice: str, *inputs: Any) -> tuple[Tensor, Tensor]:
         tensors, scalars = Tensors(*inputs[:_TENSORS]), Scalars(*inputs[_TENSORS:])
-        result: tuple[Tensor, Tensor] = backends.kernels(unwritten(choice).forward).forward(
-            tensors, scalars
-        )
+        result: tuple[Tensor, Tensor] = backends.kernels(unwritten(choice).forward).forward(tensors, scalars)
         return result
 
     @staticmethod
@@ -237,9 +224,7 @@ class EagerForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, direct: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
         output: tuple[Tensor, Tensor] = (
-            plan.prepared(tensors)(tensors)
-            if direct
-            else plan.module.forward(Tensors(*tensors), plan.scalars)
+            plan.prepared(tensors)(tensors) if direct else plan.module.forward(Tensors(*tensors), plan.scalars)
         )
         ctx.set_materialize_grads(False)
         ctx.plan = plan
@@ -280,9 +265,7 @@ class EagerPacked(torch.autograd.Function):
         return (None, *[None if x is None else x.transpose(0, 1) for x in rows], None, None, None)
 
 
-def eager_backward(
-    plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int
-) -> _Gradients:
+def eager_backward(plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int) -> _Gradients:
     """Gradients of a call that :class:`EagerForward` computed; ``saved``: in the order of Tensors, with out and
     lse."""
     if plan.rank is None:
@@ -293,9 +276,7 @@ def eager_backward(
     return tuple([g if g is None else g.view(x.shape) for g, x in zip(found, given, strict=False)])
 
 
-def _backward_of_equal_ranks(
-    plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int
-) -> _Gradients:
+def _backward_of_equal_ranks(plan: Plan, dout: Tensor | None, dlse: Tensor | None, saved: Any, need: int) -> _Gradients:
     if not torch.is_grad_enabled():
         found = plan.repeated_backward(dout, dlse, saved, need)
         if found is not None:
@@ -327,12 +308,8 @@ class Backward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        choice: str, dout: Tensor | None, dlse: Tensor | None, *inputs: Any
-    ) -> tuple[Tensor, ...]:
-        return differentiate.backward(
-            unwritten(choice), dout, dlse, Saved.of(inputs[:-1]), inputs[-1]
-        )
+    def forward(choice: str, dout: Tensor | None, dlse: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+        return differentiate.backward(unwritten(choice), dout, dlse, Saved.of(inputs[:-1]), inputs[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -52,22 +52,22 @@ _SLOPES = EVERY._replace(
         "triton": "ALiBi slopes have no gradient in the Triton kernels, and no tangent; detach them, or write learnt ones as a bias"
     }
 )
-_WEIGHTS = EVERY._replace(
-    lacking={"sdpa": "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"}
-)
+_WEIGHTS = EVERY._replace(lacking={"sdpa": "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"})
 # Fused kernels treat out and lse as functions of the other arguments; here they are not. They refuse where a
 # derivative is computed: a call within a backward often has tensors that require grad, and needs no derivative.
 _GIVEN = EVERY._replace(
-    lacking=dict.fromkeys(
-        ("triton", "cuda"), "its second derivative is that of the forward's own out and lse"
-    )
+    lacking=dict.fromkeys(("triton", "cuda"), "its second derivative is that of the forward's own out and lse")
 )
 
 _OFFSETS = _each("cu_seqlens_q cu_seqlens_k", PLACES)
 _SCALES = _each("q_scale k_scale v_scale", FIXED)
 _PACKED = {
-    **_each("q k v bias sink", EVERY), "key_weight": _WEIGHTS, "alibi_slopes": _SLOPES, "dropout_seed": PLACES, **_SCALES
-}  # fmt: skip
+    **_each("q k v bias sink", EVERY),
+    "key_weight": _WEIGHTS,
+    "alibi_slopes": _SLOPES,
+    "dropout_seed": PLACES,
+    **_SCALES,
+}
 _DENSE = {**_PACKED, "mask": PLACES}
 _PART = Rule(reverse=True, second=True)  # of a tensor that is split over ranks
 
@@ -126,9 +126,7 @@ ENTRIES: dict[str, Entry] = {
     "distributed.varlen_attention": _BY_SEVERAL._replace(
         rules=_each("q k v bias key_weight", _PART) | _each("cu_seqlens", FIXED)
     ),
-    "distributed.triangle_attention": _BY_SEVERAL._replace(
-        rules=_each("q k v bias", _PART) | _each("mask", FIXED)
-    ),
+    "distributed.triangle_attention": _BY_SEVERAL._replace(rules=_each("q k v bias", _PART) | _each("mask", FIXED)),
     "distributed.shard": Entry({"x": EVERY}),
     "distributed.unshard": _BY_SEVERAL._replace(rules={"x": _PART}),
 }

@@ -40,9 +40,7 @@ def _teach_the_tracer() -> None:
     """Register the functions below with the tracer of graphs, which not every process imports."""
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-    torch.library.register_torch_dispatch(
-        f"flashsci::{NAME}", ProxyTorchDispatchMode, _traced, lib=LIBRARY
-    )
+    torch.library.register_torch_dispatch(f"flashsci::{NAME}", ProxyTorchDispatchMode, _traced, lib=LIBRARY)
 
 
 def _traced(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
@@ -54,9 +52,7 @@ def _traced(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     meta = get_proxy_slot(found, mode.tracer).proxy.node.meta
     if meta.get("recompute") is None:
         nothing = _budget(meta) == 0
-        meta["recompute"] = (
-            CheckpointPolicy.PREFER_RECOMPUTE if nothing else CheckpointPolicy.MUST_SAVE
-        )
+        meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE if nothing else CheckpointPolicy.MUST_SAVE
         meta["ac_graph_id"] = _LAST_GRAPH
     traced: Tensor = found
     return traced

@@ -58,6 +58,4 @@ def check_out_dtype(dtype: torch.dtype) -> None:
 def as_kernels_read(tensors: FP8Tensors) -> FP8Tensors:
     """The tensors, with copies of those that are not stored as kernels read them."""
     q, k, v, q_scale, k_scale, v_scale, edges_q, edges_k = tensors
-    return FP8Tensors(
-        rows(q), rows(k), rows(v), q_scale, k_scale, v_scale, whole(edges_q), whole(edges_k)
-    )
+    return FP8Tensors(rows(q), rows(k), rows(v), q_scale, k_scale, v_scale, whole(edges_q), whole(edges_k))

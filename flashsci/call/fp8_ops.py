@@ -90,9 +90,7 @@ def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Att
     )
 
     def direct(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = (
-            attention(tensors, scalars) if plain(tensors) else run(*tensors, *scalars)
-        )
+        found: tuple[Tensor, Tensor] = attention(tensors, scalars) if plain(tensors) else run(*tensors, *scalars)
         return found
 
     return direct

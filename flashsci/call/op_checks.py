@@ -41,9 +41,7 @@ def remember(known: dict[Any, Any], key: Any, found: Any) -> Any:
     return found
 
 
-def same(
-    name: str, x: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor
-) -> None:
+def same(name: str, x: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor) -> None:
     """Check that x is a tensor of this shape and of one of these dtypes, on the device of ``like``."""
     need(
         x.device == like.device,
@@ -51,9 +49,7 @@ def same(
     )
     wanted = " or ".join(str(d) for d in dict.fromkeys(dtypes))
     need(x.dtype in dtypes, f"{name} must be {wanted}, got {x.dtype}", TypeError)
-    need(
-        tuple(x.shape) == tuple(shape), f"{name} must have shape {list(shape)}, got {list(x.shape)}"
-    )
+    need(tuple(x.shape) == tuple(shape), f"{name} must have shape {list(shape)}, got {list(x.shape)}")
 
 
 def inner_contiguous(name: str, x: Tensor) -> None:
@@ -104,14 +100,10 @@ def whole(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def numbers(
-    scale: float, softcap: float, window_left: int, window_right: int, most: float = FP32_MAX
-) -> None:
+def numbers(scale: float, softcap: float, window_left: int, window_right: int, most: float = FP32_MAX) -> None:
     """Check the options that all ops share; ``most``: the largest number in which they compute."""
     need(-most <= scale <= most, f"scale must be finite (at most {most:.1e}), got {scale}")
-    need(
-        0 <= softcap <= most, f"softcap must be >= 0 and finite (at most {most:.1e}), got {softcap}"
-    )
+    need(0 <= softcap <= most, f"softcap must be >= 0 and finite (at most {most:.1e}), got {softcap}")
     need(
         window_left >= -1 and window_right >= -1,
         f"window_left and window_right must be >= 0, or -1 for unbounded, got {window_left} and {window_right}",
@@ -136,9 +128,7 @@ def unfolded(name: str, x: Tensor) -> None:
     )
 
 
-def implement(
-    library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str
-) -> None:
+def implement(library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str) -> None:
     """Register an op's kernel for a dispatch key. torch accepts None for any tensor of a schema; here that raises."""
     arguments = torch._C._get_schema(f"flashsci::{name}", "").arguments
     needed = [(i, a.name) for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
@@ -160,9 +150,7 @@ def on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
         found = {x.device for x in arguments if isinstance(x, Tensor)}
         if len(found) > 1:
             names = ", ".join(sorted(map(str, found)))
-            need(
-                False, f"all tensors of an op must be on one device, got {names}; move them to one"
-            )
+            need(False, f"all tensors of an op must be on one device, got {names}; move them to one")
         return fake(*arguments)
 
     return checked

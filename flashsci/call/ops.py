@@ -68,9 +68,7 @@ class Tensors(NamedTuple):
             and all(n == 1 or s != 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
         )
 
-    def inner_contiguous(
-        self, copied: Callable[[Tensor], Tensor] | None = with_inner_keys
-    ) -> Tensors:
+    def inner_contiguous(self, copied: Callable[[Tensor], Tensor] | None = with_inner_keys) -> Tensors:
         """The tensors, with copies of q, k, v if their last dim is not contiguous, as kernels need it, and of a
         strided bias.
 
@@ -106,9 +104,7 @@ def with_rank(x: Tensor | None, rank: int) -> Tensor | None:
 Given = Sequence[Any]
 
 
-def packed(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any
-) -> Given:
+def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any) -> Given:
     """Packed tensors as users give them, [T, H, D], in the order of :class:`Tensors` as kernels take them."""
     rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes
@@ -163,9 +159,7 @@ _TANGENT_ARGS = arguments(Tangents, prefix="t")
 _SAVED_ARGS = f"{_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}"
 _GRADIENTS = "Tensor {0}q, Tensor {0}k, Tensor {0}v, Tensor {0}bias, Tensor {0}key_weight"
 FORWARD_SCHEMA = f"({_TENSOR_ARGS}, {_SCALAR_ARGS}) -> (Tensor out, Tensor lse)"
-BACKWARD_SCHEMA = (
-    f"(Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> ({_GRADIENTS.format('d')})"
-)
+BACKWARD_SCHEMA = f"(Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> ({_GRADIENTS.format('d')})"
 JVP_SCHEMA = f"({_TANGENT_ARGS}, {_SAVED_ARGS}) -> (Tensor tout, Tensor tlse)"
 DOUBLE_BACKWARD_SCHEMA = (
     f"({_TANGENT_ARGS}, Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> "
@@ -179,9 +173,7 @@ def _memory_order(x: Tensor) -> list[int]:
     """All dims except the last, in order of falling stride; equal strides keep their order."""
     stride = x.stride()
     order: list[int] = []
-    for dim in range(
-        x.dim() - 1
-    ):  # only by comparisons: torch.compile cannot sort symbolic strides
+    for dim in range(x.dim() - 1):  # only by comparisons: torch.compile cannot sort symbolic strides
         place = len(order)
         while place > 0 and holds(stride[order[place - 1]] < stride[dim]):
             place -= 1
@@ -189,9 +181,7 @@ def _memory_order(x: Tensor) -> list[int]:
     return order
 
 
-def empty_like_layout(
-    like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
-) -> Tensor:
+def empty_like_layout(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised dense tensor of ``shape`` with its leading dims in the memory order of ``like``.
 
     The strides of ``like`` define that order. The last dim is innermost; equal strides keep their order. ``like`` and
@@ -315,9 +305,7 @@ PASSES = {
 }  # fmt: skip
 
 
-def define(
-    backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[str]
-) -> Callable[..., Any]:
+def define(backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[str]) -> Callable[..., Any]:
     """Define ``flashsci::<backend>_<what>`` from Python, with one kernel for the given dispatch keys, a fake kernel
     and a rule for vmap.
 
@@ -428,9 +416,7 @@ def register_vmap(op: Any) -> None:
         }
 
         def call(of: Callable[[Tensor], Tensor]) -> Any:
-            return op(
-                *(laid_out(of(samples[p]), p) if p in samples else x for p, x in enumerate(args))
-            )
+            return op(*(laid_out(of(samples[p]), p) if p in samples else x for p, x in enumerate(args)))
 
         if not alone and all(x.dim() <= 5 for x in samples.values()):
             results = call(lambda x: x)

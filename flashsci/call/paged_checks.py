@@ -53,9 +53,7 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits:
         max(q.shape[-1], v_cache.shape[-1]) <= limits.head_dim,
         f"head dims must be 1 to {limits.head_dim}: {given}",
     )
-    need(
-        q.shape[1] % heads_k == 0, f"the heads of q must be a multiple of those of k_cache: {given}"
-    )
+    need(q.shape[1] % heads_k == 0, f"the heads of q must be a multiple of those of k_cache: {given}")
     need(
         table.dim() == 2 and table.shape[1] > 0,
         f"block_table must be [N, max_pages] with at least one page, got {list(table.shape)}",

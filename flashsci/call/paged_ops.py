@@ -84,9 +84,7 @@ def register_fake(name: str) -> None:
     torch.library.register_fake(f"flashsci::{name}", on_one_device(_fake), lib=LIBRARY)
 
 
-def define(
-    backend: str, attention: Callable[..., Any], write: Callable[..., Any], keys: Sequence[str]
-) -> PagedOps:
+def define(backend: str, attention: Callable[..., Any], write: Callable[..., Any], keys: Sequence[str]) -> PagedOps:
     """Define a backend's two ops for the given dispatch keys.
 
     Args:

@@ -126,9 +126,7 @@ class Plan:
             self._forward = run = run if self.rank is None else _of_lower_ranks(run, self.raised)
         return run
 
-    def repeated_backward(
-        self, dout: Tensor | None, dlse: Tensor | None, saved: Given, need: int
-    ) -> Gradients | None:
+    def repeated_backward(self, dout: Tensor | None, dlse: Tensor | None, saved: Given, need: int) -> Gradients | None:
         """:meth:`backward` where an equal backward has been computed before; else None. Takes tensors of any kind.
         ``saved``: with out and lse."""
         kept = self._backwards.get((need, dout is None, dlse is None))
@@ -141,9 +139,7 @@ class Plan:
         found: Gradients = run(dout, dlse, tensors, out, lse)
         return found
 
-    def backward(
-        self, dout: Tensor | None, dlse: Tensor | None, saved: Given, need: int
-    ) -> Gradients:
+    def backward(self, dout: Tensor | None, dlse: Tensor | None, saved: Given, need: int) -> Gradients:
         """dq, dk, dv, dbias, dkey_weight of plain tensors, None where ``need`` does not name them. ``saved``: with
         out and lse."""
         # All tensors are examined: hooks of saved tensors may have returned others than were given.
@@ -177,9 +173,7 @@ def _of_lower_ranks(run: Any, raised: Callable[[Given], Tensors]) -> Run:
 def _laying_out(run: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """A prepared backward for tensors that must be copied first."""
 
-    def backward(
-        dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
-    ) -> Gradients:
+    def backward(dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor) -> Gradients:
         return run(dout, dlse, Tensors(*tensors).laid_out(), out, lse)
 
     return backward

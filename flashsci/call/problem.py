@@ -104,11 +104,7 @@ class Problem:
         else:
             for i in range(self.seq_q):
                 low = 0 if self.window_left < 0 else max(0, i + shift - self.window_left)
-                high = (
-                    self.seq_k
-                    if self.window_right < 0
-                    else min(self.seq_k, i + shift + self.window_right + 1)
-                )
+                high = self.seq_k if self.window_right < 0 else min(self.seq_k, i + shift + self.window_right + 1)
                 pairs += max(0, high - low)
         return pairs * math.prod(self.batch)
 
@@ -116,9 +112,7 @@ class Problem:
         """Floating-point operations of the matrix products: order 0 forward, 1 backward alone (2.5
         x forward)."""
         forward = 2 * self.visible_pairs() * self.heads_q * (self.head_dim + self.head_dim_v)
-        backward = (
-            2 * self.visible_pairs() * self.heads_q * (3 * self.head_dim + 2 * self.head_dim_v)
-        )
+        backward = 2 * self.visible_pairs() * self.heads_q * (3 * self.head_dim + 2 * self.head_dim_v)
         return (forward, backward)[order]
 
     def bytes(self, order: int = 0) -> int:
@@ -130,19 +124,13 @@ class Problem:
         o = batch * self.heads_q * self.seq_q * self.head_dim_v * item
         kv = batch * self.heads_k * self.seq_k * (self.head_dim + self.head_dim_v) * item
         lse = batch * self.heads_q * self.seq_q * 4
-        bias = (
-            math.prod(self.bias_shape) * (self.bias_dtype or self.dtype).itemsize
-            if self.bias_shape
-            else 0
-        )
+        bias = math.prod(self.bias_shape) * (self.bias_dtype or self.dtype).itemsize if self.bias_shape else 0
         if order == 0:
             return q + kv + o + lse + bias
         return 2 * (q + kv + bias) + 2 * o + lse
 
 
-def facts(
-    q: Tensor, v: Tensor, heads_q: int, heads_k: int, features: dict[str, object]
-) -> tuple[Any, ...]:
+def facts(q: Tensor, v: Tensor, heads_q: int, heads_k: int, features: dict[str, object]) -> tuple[Any, ...]:
     """The arguments of :func:`problem_of`: only constants, so that torch.compile can pass them (``index`` makes it
     specialise on heads and head dims, as kernels do anyway)."""
     device = q.device
@@ -162,6 +150,4 @@ def problem_of(
 ) -> Problem:
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device_index) if on_gpu else None
-    return Problem(
-        device_type, capability, dtype, heads_q, heads_k, head_dim, head_dim_v, **dict(features)
-    )
+    return Problem(device_type, capability, dtype, heads_q, heads_k, head_dim, head_dim_v, **dict(features))

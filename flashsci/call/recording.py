@@ -37,7 +37,5 @@ def gradients(
         return [None] * len(wanted)
     leaves = [x for x, want in zip(aliases, wanted, strict=True) if want]
     outputs, given = zip(*ends, strict=True)
-    found = iter(
-        torch.autograd.grad(outputs, leaves, given, create_graph=recorded, allow_unused=True)
-    )
+    found = iter(torch.autograd.grad(outputs, leaves, given, create_graph=recorded, allow_unused=True))
     return [next(found) if want else None for want in wanted]

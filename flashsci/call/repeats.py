@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 # Private, as are all of dynamo's guards. Without it every call goes the general way.
-_Guards: Any = getattr(
-    getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
-)
+_Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 MOST = 8  # comparisons of one key: it does not hold sizes, strides, dtypes, gradients
 
 Kept = tuple[tuple[Any, Any], ...]  # comparisons, each with the value kept for it

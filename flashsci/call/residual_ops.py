@@ -41,9 +41,7 @@ class ResidualCall(NamedTuple):
 
     @property
     def scalars(self) -> Scalars:
-        return Scalars(
-            -1, -1, self.scale, 0.0, -1, -1, False, self.dropout_p, self.precision, False
-        )
+        return Scalars(-1, -1, self.scale, 0.0, -1, -1, False, self.dropout_p, self.precision, False)
 
     def laid_out(self) -> ResidualCall:
         """The call as Tensors.laid_out gives tensors: itself, or with copies."""

@@ -91,9 +91,7 @@ def _again(scalars: Scalars) -> Callable[..., tuple[Tensor]]:
         if tensors.q.is_cuda and differentiate.triton_rejects(tensors) is None:
             from flashsci.call.autograd import Forward  # imports the compiler
 
-            return (
-                Forward.apply(written(named("triton")), *tensors.inner_contiguous(), *scalars)[0],
-            )
+            return (Forward.apply(written(named("triton")), *tensors.inner_contiguous(), *scalars)[0],)
         return (backends.kernels("reference").forward(tensors, scalars)[0],)
 
     return compute

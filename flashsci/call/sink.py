@@ -39,9 +39,7 @@ def attend(
     if torch.compiler.is_compiling() or transforming():
         from flashsci.call.autograd import Forward  # imports the compiler
 
-        out, lse = Forward.apply(
-            written(plan.choice), *plan.raised(tensors).inner_contiguous(), *scalars
-        )
+        out, lse = Forward.apply(written(plan.choice), *plan.raised(tensors).inner_contiguous(), *scalars)
         return with_sink(out, lse, sink)
     direct = plain((*tensors, sink))
     if not (plan.as_given and direct):
@@ -51,13 +49,7 @@ def attend(
     else:
         run = plan.prepared(tensors) if direct else _general(plan)
         found = _in_place(*run(tensors), sink)
-    if (
-        direct
-        and call is not None
-        and plan.as_given
-        and plan.leading is None
-        and not scalars.dropout_p
-    ):
+    if direct and call is not None and plan.as_given and plan.leading is None and not scalars.dropout_p:
         remember(call, _again(plan, tensors, needs_grad))
     return found
 
@@ -125,9 +117,7 @@ class SinkForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan, direct: bool, sink: Tensor, *tensors: Any
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, plan: Plan, direct: bool, sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
         run = plan.prepared(tensors) if direct else _general(plan)
         output = _in_place(*run(tensors), sink)
         ctx.set_materialize_grads(False)
@@ -172,9 +162,7 @@ def _recorded(
     return recording.gradients(compute, given, wanted, (dout, dlse))
 
 
-def _sink_gradient(
-    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor
-) -> Tensor:
+def _sink_gradient(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """-sum_rows e^(s - lse') (<dout, out'> - dlse'), in lse's dtype; zero in rows without sink and keys."""
     column = _column(sink, lse)
     p = torch.where(lse == -torch.inf, 0, torch.exp(column - lse))

@@ -111,9 +111,7 @@ _transforms_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def transforming_eagerly() -> bool:
     """:func:`transforming` for callers that no compiler traces: another check for that would be part of every small
     call."""
-    return (
-        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    )
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 # The function behind that attribute, at an eighth of its time.
@@ -138,11 +136,7 @@ def casts_to(q: Tensor) -> torch.dtype | None:
     if not torch._C._is_any_autocast_enabled():
         return None
     kind = q.device.type
-    return (
-        torch.get_autocast_dtype(kind)
-        if kind != "meta" and torch.is_autocast_enabled(kind)
-        else None
-    )
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +144,5 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = casts_to(q)
     if dtype is None or (q.dtype is dtype and k.dtype is dtype and v.dtype is dtype):
         return q, k, v
-    q, k, v = (
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
-    )
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v

@@ -112,9 +112,7 @@ def check(name: str, **given: Tensor | None) -> None:
             for n in lacking:
                 Undifferentiable.apply(present[n], name, n, torch.is_grad_enabled())
         elif torch.is_grad_enabled():
-            derivatives.refuse(
-                name, Asked.REVERSE, [n for n in lacking if present[n].requires_grad]
-            )
+            derivatives.refuse(name, Asked.REVERSE, [n for n in lacking if present[n].requires_grad])
         return
     if not transforming_eagerly():  # nearly always: little to check
         recording = torch.is_grad_enabled()

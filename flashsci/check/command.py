@@ -86,20 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=int,
         help="of the generator (default: today's date, YYYYMMDD, and for a part three digits of its name)",
     )
-    parser.add_argument(
-        "--workers", type=int, help="processes (default: one per core, at most 14 for each GPU)"
-    )
+    parser.add_argument("--workers", type=int, help="processes (default: one per core, at most 14 for each GPU)")
     parser.add_argument("--minutes", type=float, default=15.0, help="stop then (default 15)")
-    parser.add_argument(
-        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: Triton interprets"
-    )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: Triton interprets")
     parser.add_argument("--backends", help="comma-separated (default: all with kernels of ours)")
     parser.add_argument("--reproduce", metavar="CASE", help="judge one case, as a report prints it")
     options = parser.parse_args(arguments)
     backends = options.backends.split(",") if options.backends else None
-    if (
-        options.device == "cpu"
-    ):  # Triton decides when it is imported, here and in the worker processes
+    if options.device == "cpu":  # Triton decides when it is imported, here and in the worker processes
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if options.reproduce:
         return reproduce(options.reproduce, backends or kernels_here(), options.device)

@@ -24,9 +24,7 @@ from typing import Any, NamedTuple
 
 _FUNCTION = re.compile(r"^\.text\.(\S+):")
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
-_INSTRUCTION = re.compile(
-    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;"
-)
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _TARGET = re.compile(r"`\((\.L_\w+|\S+?)\)")
 _UNIFORM = re.compile(r"\bUR(\d+)\b")
 _BARRIER = re.compile(r"^(B\d+)\b")
@@ -99,9 +97,7 @@ def flow(lines: list[str]) -> list[Instruction]:
             labels[match[1]] = len(found)
         elif match := _INSTRUCTION.match(line):
             offset, predicate, opcode, operands = match.groups()
-            found.append(
-                Instruction(offset, f"{opcode} {operands}", *registers_of(opcode, operands))
-            )
+            found.append(Instruction(offset, f"{opcode} {operands}", *registers_of(opcode, operands)))
             jumps.append((predicate, opcode, operands))
     regions: dict[str, set[int]] = defaultdict(set)  # the place where the threads of a barrier meet
     calls = [i + 1 for i, (_, opcode, _) in enumerate(jumps) if opcode.startswith("CALL")]

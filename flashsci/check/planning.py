@@ -49,9 +49,7 @@ MANY_SCORES = (6, 8)
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
-def plan_cases(
-    count: int, seed: int, device: str, unit: str | None, order: int = 1, many: bool = False
-) -> list[Case]:
+def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int = 1, many: bool = False) -> list[Case]:
     """The cases of a run; every sixteenth family has long sequences. Interpreter-sized on the CPU.
 
     ``many``: with more variants and layouts than Triton could compile kernels for in the time of a run.
@@ -77,9 +75,7 @@ def plan_cases(
             served = [paired(v) for v in served if not v.varlen]
         elif small:
             dense = (v for v in served if not v.varlen)
-            served = [
-                shortened(v, whole=i % 2 == 0, weighted=i % 3 == 0) for i, v in enumerate(dense)
-            ]
+            served = [shortened(v, whole=i % 2 == 0, weighted=i % 3 == 0) for i, v in enumerate(dense)]
         pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
@@ -194,16 +190,12 @@ def wide_cases(count: int, seed: int, device: str) -> list[Case]:
     choices = SeededChoices(seed)
     drawn = [v for v in second_order_variants(96) if v.dtype == "float32" and not v.varlen][:9]
     drawn += [replace(v, sink=None) for v in variants(96) if v.dtype != "float32" or v.varlen][:3]
-    pool = [
-        replace(v, head_dim=d, head_dim_v=dv)
-        for v, (d, dv) in zip(drawn, itertools.cycle(WIDE), strict=False)
-    ]
+    pool = [replace(v, head_dim=d, head_dim_v=dv) for v, (d, dv) in zip(drawn, itertools.cycle(WIDE), strict=False)]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
     long = LARGE_LENGTHS[:2]
     families = [
-        draw_case(choices, [v], long if i in MANY_SCORES else (*BULK_LENGTHS, 40, *long))
-        for i, v in enumerate(pool)
+        draw_case(choices, [v], long if i in MANY_SCORES else (*BULK_LENGTHS, 40, *long)) for i, v in enumerate(pool)
     ]
     return [resized(choices, families[i % len(families)], 1 << 18) for i in range(count)]
 
@@ -305,9 +297,7 @@ def plans_of(
         plans.append(apart(7 * count // 20, "cuda/sm90", held))
         if "cuda:sm80" in held:
             plans.append(apart(3 * count // 20, "cuda/sm80/fwd_fp32", ("cuda:sm80",)))
-    elif (
-        device == "cuda" and held and unit is not None and unit.startswith("cuda") and orders != [2]
-    ):
+    elif device == "cuda" and held and unit is not None and unit.startswith("cuda") and orders != [2]:
         plans.append(apart(3 * count // 4, unit, held))
     only_wide = bool(unit and unit.startswith("triton/wide"))
     rest = 0 if only_wide else count - sum(len(planned) for planned, _ in plans)

@@ -131,7 +131,4 @@ def show(report: dict[str, Any], say: Any) -> None:
             if seen["never"]:
                 never = ", ".join(seen["never"])
                 say(f"never drawn, {name}, {group} ({seen['cases']} cases): {never}")
-    say(
-        f"{report['cases']} cases of seed {report['seed']}, {report['failures']} failures, "
-        f"{report['seconds']} s"
-    )
+    say(f"{report['cases']} cases of seed {report['seed']}, {report['failures']} failures, {report['seconds']} s")

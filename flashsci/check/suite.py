@@ -126,9 +126,7 @@ def run(
     if unit and len(second) < len(chosen):
         backends = tuple(b for b in backends if any(units.holds(b, u) for u in chosen))
     # Units that none of these backends runs are not checked by them.
-    chosen = {
-        u: d for u, d in chosen.items() if u in second or any(units.holds(b, u) for b in backends)
-    }
+    chosen = {u: d for u, d in chosen.items() if u in second or any(units.holds(b, u) for b in backends)}
     forwards = all(u.split("/")[-1].startswith(("forward", "fwd_")) for u in chosen)
     order = 0 if unit and forwards else 1
     orders = [1] if not second else [2] if len(second) == len(chosen) else [1, 2]

@@ -21,9 +21,7 @@ class Tally:
     failures: list[dict[str, str]] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
     worst: dict[str, list[float]] = field(default_factory=dict)  # tensor -> ratios by CRITERIA
-    caught: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # tensor -> [failed when scaled, judged]
+    caught: dict[str, list[int]] = field(default_factory=dict)  # tensor -> [failed when scaled, judged]
     forward_only: int = 0  # cases whose gradients the backend refuses
 
     def refuse(self, reason: str) -> None:

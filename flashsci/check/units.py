@@ -74,9 +74,7 @@ def holds(backend: str, unit: str) -> bool:
 def refusal(units: dict[str, str], device: str) -> str | None:
     """The reason why a check here would prove nothing about this tree; None if it would."""
     if device == "cuda" and not torch.cuda.is_available():
-        return (
-            "torch sees no CUDA GPU here; run this on a machine with one (python -m flashsci env)"
-        )
+        return "torch sees no CUDA GPU here; run this on a machine with one (python -m flashsci env)"
     for unit, found in library_units().items():
         if units.get(unit) not in (None, found):
             return (

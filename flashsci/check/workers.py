@@ -24,9 +24,7 @@ _seen: set[str] = set()  # hashes of the Triton kernels whose machine code was e
 AnyCase = Case | PagedCase | FP8Case
 
 
-def tasks_of(
-    cases: Iterable[AnyCase], backends: Sequence[str], device: str, order: int
-) -> list[Any]:
+def tasks_of(cases: Iterable[AnyCase], backends: Sequence[str], device: str, order: int) -> list[Any]:
     """Cases grouped by the kernels that they need: a worker compiles the kernels that it runs."""
     groups: dict[Any, list[AnyCase]] = defaultdict(list)
     for case in cases:
@@ -93,9 +91,7 @@ def undefined_reads() -> list[str]:
     new = {h: cubin for h, cubin in cubins.items() if h not in _seen}
     _seen.update(new)
     found = [f for cubin in new.values() for f in machine_code.undefined_in(cubin)]
-    return [
-        f"{f.kernel} reads {f.register}, which nothing has written: {f.instruction}" for f in found
-    ]
+    return [f"{f.kernel} reads {f.register}, which nothing has written: {f.instruction}" for f in found]
 
 
 def processes_here(device: str) -> int:

@@ -59,9 +59,7 @@ def may_hold_scores(p: Problem) -> bool:
     rows = p.heads_q * p.seq_q + p.heads_k * p.seq_k
     bias = math.prod(p.bias_shape) if p.bias_shape else 0
     count = math.prod(p.batch)
-    return (
-        count * p.heads_q * p.seq_q * p.seq_k <= count * rows * (p.head_dim + p.head_dim_v) + bias
-    )
+    return count * p.heads_q * p.seq_q * p.seq_k <= count * rows * (p.head_dim + p.head_dim_v) + bias
 
 
 def able(problem: Problem, reasons: dict[str, str | None]) -> list[str]:

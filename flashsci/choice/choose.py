@@ -80,9 +80,7 @@ def rejects_residual(problem: Problem) -> str | None:
     reason = rejects("triton", problem)
     if reason is None and max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         dims = f"{problem.head_dim} and {problem.head_dim_v}"
-        reason = (
-            f"its kernels of residual attention have head dims up to {MAX_HEAD_DIM}, got {dims}"
-        )
+        reason = f"its kernels of residual attention have head dims up to {MAX_HEAD_DIM}, got {dims}"
     return reason
 
 
@@ -94,9 +92,7 @@ def _residual(problem: Problem, name: str, strict: bool) -> Choice:
     if reason is None:
         return named("triton")
     if name == "triton":
-        raise BackendError(
-            f"backend 'triton' cannot serve this call: {reason}; backend='auto' computes it from parts"
-        )
+        raise BackendError(f"backend 'triton' cannot serve this call: {reason}; backend='auto' computes it from parts")
     return Choice(PARTS, PARTS, reason)
 
 
@@ -154,9 +150,7 @@ def decide_write(call: tuple[Any, ...], backend: str) -> Choice:
     kernel could move less."""
     choice = decide(PAGED, call, backend)
     return (
-        choice
-        if backends.kernels(choice.forward, PAGED).write_kv_cache is not None
-        else decide(PAGED, call, "triton")
+        choice if backends.kernels(choice.forward, PAGED).write_kv_cache is not None else decide(PAGED, call, "triton")
     )
 
 

@@ -61,9 +61,7 @@ def _gradients_of(
     return found.backend
 
 
-def backward(
-    choice: Choice, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
-) -> tuple[Tensor, ...]:
+def backward(choice: Choice, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight of a call, by the kernels that should compute them."""
     module, name = sharing(choice), choice.usual
     if module is not None:
@@ -86,9 +84,7 @@ def prepared_backward(
         name = _gradient_backend(choice, module, saved, need)
     module, scalars = kernels(name), saved.scalars
     if hasattr(module, "prepared_backward"):
-        found: Callable[..., tuple[Tensor | None, ...]] = module.prepared_backward(
-            dout, dlse, saved, need
-        )
+        found: Callable[..., tuple[Tensor | None, ...]] = module.prepared_backward(dout, dlse, saved, need)
         return found
     wanted = [bool(need >> i & 1) for i in range(5)]
 

@@ -27,15 +27,8 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
-        device = (
-            p.device_type
-            if p.capability is None
-            else f"{p.device_type} sm_{p.capability[0]}{p.capability[1]}"
-        )
-        lines = [
-            f"asked for {self.asked!r}, chosen {self.chosen!r} ({device}, "
-            f"{str(p.dtype).removeprefix('torch.')})"
-        ]
+        device = p.device_type if p.capability is None else f"{p.device_type} sm_{p.capability[0]}{p.capability[1]}"
+        lines = [f"asked for {self.asked!r}, chosen {self.chosen!r} ({device}, {str(p.dtype).removeprefix('torch.')})"]
         for name, reason in self.reasons.items():
             sign = "->" if name == self.chosen else "  "
             text = "can serve this call" if reason is None else f"no: {reason}"
@@ -71,8 +64,6 @@ def explain(problem: Problem, name: str, strict: bool = False) -> Explanation:
 def refusal(found: Explanation) -> str:
     """The message for a call that no candidate serves."""
     if found.asked == "auto":
-        return "no backend can serve this call: " + "; ".join(
-            f"{n}: {r}" for n, r in found.reasons.items()
-        )
+        return "no backend can serve this call: " + "; ".join(f"{n}: {r}" for n, r in found.reasons.items())
     message = f"backend {found.asked!r} cannot serve this call: {found.reasons[found.asked]}"
     return message + advice(able(found.problem, found.reasons))

@@ -52,9 +52,7 @@ def named(name: str) -> Choice:
     """The choice that a request by name is, where that backend can serve the call."""
     if name == OWN:
         return Choice("cuda", "cuda")
-    if (
-        name in FORWARD_OF_CUDA and name != "cuda:sm90"
-    ):  # which is to be judged by its own gradients
+    if name in FORWARD_OF_CUDA and name != "cuda:sm90":  # which is to be judged by its own gradients
         return Choice(name, BY_RULES)
     return Choice(name, name)
 
@@ -71,9 +69,7 @@ class Kernels(NamedTuple):
     reason: str | None = None  # why it is not the backend itself
 
 
-def gradients(
-    choice: Choice, problem: Problem, strides: bool = False, anywhere: bool = False
-) -> Kernels:
+def gradients(choice: Choice, problem: Problem, strides: bool = False, anywhere: bool = False) -> Kernels:
     """The kernels for the gradients of a call.
 
     Args:
@@ -114,11 +110,7 @@ def remark(name: str, choice: Choice, problem: Problem) -> str | None:
     found = gradients(choice, problem)
     kernels = _older_kernels(found.backend, problem)
     if found.backend == choice.forward:
-        return (
-            f"its gradients come from {name}{kernels}: so short a call is faster by them"
-            if kernels
-            else None
-        )
+        return f"its gradients come from {name}{kernels}: so short a call is faster by them" if kernels else None
     where = ""
     of_cuda = choice.forward in FORWARD_OF_CUDA
     if of_cuda and gradients(choice, problem, strides=True).backend == choice.forward:

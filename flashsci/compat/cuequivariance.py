@@ -37,15 +37,11 @@ def mask_to_kv_lengths(mask: Tensor) -> Tensor:
         tensor([2], dtype=torch.int32)
     """
     if mask.dim() not in (4, 5) or mask.shape[-3:-1] != (1, 1):
-        raise ValueError(
-            f"mask must have shape [B, N, 1, 1, K] or [N, 1, 1, K], got {list(mask.shape)}"
-        )
+        raise ValueError(f"mask must have shape [B, N, 1, 1, K] or [N, 1, 1, K], got {list(mask.shape)}")
     mask = _five_dims(mask).bool()
     lengths = mask.sum(-1, keepdim=True, dtype=torch.int32)
     if not torch.equal(mask, _first(lengths, mask.shape[-1])):
-        raise ValueError(
-            "mask has keys after masked ones; lengths describe right-padded rows only, give mask= itself"
-        )
+        raise ValueError("mask has keys after masked ones; lengths describe right-padded rows only, give mask= itself")
     return lengths
 
 

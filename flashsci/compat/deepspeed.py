@@ -15,9 +15,7 @@ from flashsci.api.attention import attention
 from flashsci.call.ops import statistics_dtype
 
 
-def DS4Sci_EvoformerAttention(
-    Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]
-) -> Tensor:
+def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
     """Attention of AlphaFold's Evoformer, ``softmax(Q K^T / sqrt(D) + biases) V``, differentiable in Q, K, V and
     both biases to second order.
 
@@ -66,9 +64,7 @@ def DS4Sci_EvoformerAttention(
             bias = of_keys.log_softmax(-1, dtype=statistics_dtype(Q.dtype))
         else:
             weight = _weights(of_keys.squeeze(-2).to(statistics_dtype(Q.dtype)))
-    out = attention(
-        Q.transpose(-2, -3), K.transpose(-2, -3), V.transpose(-2, -3), bias=bias, key_weight=weight
-    )
+    out = attention(Q.transpose(-2, -3), K.transpose(-2, -3), V.transpose(-2, -3), bias=bias, key_weight=weight)
     return out.transpose(-2, -3)
 
 
@@ -90,15 +86,9 @@ def _weights(of_keys: Tensor) -> Tensor:
 
 def _check_shapes(Q: Tensor, of_keys: Tensor | None, of_pairs: Tensor | None) -> None:
     if Q.dim() != 5:
-        raise ValueError(
-            f"with biases Q must be [B, N, S, H, D], got shape {list(Q.shape)}; unsqueeze what is missing"
-        )
+        raise ValueError(f"with biases Q must be [B, N, S, H, D], got shape {list(Q.shape)}; unsqueeze what is missing")
     B, N, S, H, _ = Q.shape
     if of_keys is not None and of_keys.shape != (B, N, 1, 1, S):
-        raise ValueError(
-            f"biases[0] must have shape [B, N, 1, 1, S] = {[B, N, 1, 1, S]}, got {list(of_keys.shape)}"
-        )
+        raise ValueError(f"biases[0] must have shape [B, N, 1, 1, S] = {[B, N, 1, 1, S]}, got {list(of_keys.shape)}")
     if of_pairs is not None and of_pairs.shape != (B, 1, H, S, S):
-        raise ValueError(
-            f"biases[1] must have shape [B, 1, H, S, S] = {[B, 1, H, S, S]}, got {list(of_pairs.shape)}"
-        )
+        raise ValueError(f"biases[1] must have shape [B, 1, H, S, S] = {[B, 1, H, S, S]}, got {list(of_pairs.shape)}")

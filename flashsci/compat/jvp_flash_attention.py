@@ -121,9 +121,14 @@ def attention_jvp(
     with forward_ad.dual_level():
         pairs = (("q", q, tq), ("k", k, tk), ("v", v, tv))
         out, lse = flashsci.attention(
-            *(_dual(name, x, tangent) for name, x, tangent in pairs), bias=bias, mask=mask,
-            causal=flag("causal", causal), scale=number("sm_scale", sm_scale), return_lse=True, backend=backend,
-        )  # fmt: skip
+            *(_dual(name, x, tangent) for name, x, tangent in pairs),
+            bias=bias,
+            mask=mask,
+            causal=flag("causal", causal),
+            scale=number("sm_scale", sm_scale),
+            return_lse=True,
+            backend=backend,
+        )
         pair = forward_ad.unpack_dual(out)
         primal_lse = forward_ad.unpack_dual(lse).primal
     tangent_out = torch.zeros_like(pair.primal) if pair.tangent is None else pair.tangent

@@ -229,9 +229,7 @@ def _check_options(op: Any, output_dtype: torch.dtype | None, query: Tensor) -> 
         )
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Any, p: float, scale: float | None, lse: bool
-) -> Any:
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Any, p: float, scale: float | None, lse: bool) -> Any:
     p, scale = number("p", p), number("scale", scale)
     dims = query.dim()
     if not (3 <= dims <= 5 and key.dim() == dims and value.dim() == dims):
@@ -256,9 +254,7 @@ def _attend(
         query, key, value = (x.permute(0, 2, 3, 1, 4) for x in (query, key, value))
     else:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    found = attention(
-        query, key, value, bias=tensor, scale=scale, dropout_p=p, return_lse=lse, **band
-    )
+    found = attention(query, key, value, bias=tensor, scale=scale, dropout_p=p, return_lse=lse, **band)
     out = found[0] if lse else found
     out = out.permute(0, 3, 1, 2, 4) if dims == 5 else out.transpose(1, 2)
     if dims == 3:

@@ -86,9 +86,7 @@ def band_of(bias: Any) -> dict[str, Any]:
             if "Paged" in name
             else "give its values as a tensor"
         )
-        raise BackendError(
-            f"attn_bias of type {name} is not supported; {advice}, or use one of {', '.join(BANDS)}"
-        )
+        raise BackendError(f"attn_bias of type {name} is not supported; {advice}, or use one of {', '.join(BANDS)}")
     return BANDS[name](bias)
 
 
@@ -99,9 +97,7 @@ class AttentionBias:
         """The same bias on a device."""
         return self
 
-    def materialize(
-        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: Device = "cpu"
-    ) -> Tensor:
+    def materialize(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Tensor:
         """The bias as a tensor of ``shape`` ``[*, Mq, Mk]``, 0 and -inf: for tests and debugging, no call makes
         it."""
         keep = _visible(band_of(self), shape[-2], shape[-1], device)
@@ -142,18 +138,14 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
     def to(self, device: Device) -> LowerTriangularMaskWithTensorBias:
         return LowerTriangularMaskWithTensorBias(self._bias.to(device))
 
-    def materialize(
-        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: Device = "cpu"
-    ) -> Tensor:
+    def materialize(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Tensor:
         return super().materialize(shape, dtype, device) + self._bias
 
 
 class LowerTriangularFromBottomRightMask(AttentionBias):
     """Causal, aligned so that the last query sees the last key."""
 
-    def make_local_attention(
-        self, window_size: int
-    ) -> LowerTriangularFromBottomRightLocalAttentionMask:
+    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
@@ -233,9 +225,7 @@ class _SeqLenInfo:
         """``x [1, M, *]`` cut into the sequences, or into batches ``[b, m, *]`` of these sizes, with sequences of
         equal length."""
         if x.shape[:2] != (1, self.seqstart_py[-1]):
-            raise ValueError(
-                f"what is split must have shape [1, {self.seqstart_py[-1]}, ...], got {list(x.shape)}"
-            )
+            raise ValueError(f"what is split must have shape [1, {self.seqstart_py[-1]}, ...], got {list(x.shape)}")
         batches = [1] * (len(self.seqstart_py) - 1) if batch_sizes is None else batch_sizes
         ends = [self.seqstart_py[n] for n in (0, *itertools.accumulate(batches))]
         pieces = x.split([b - a for a, b in itertools.pairwise(ends)], dim=1)
@@ -268,8 +258,13 @@ class _GappySeqInfo(_SeqLenInfo):
                 f"{len(starts)} and {len(lengths)}"
             )
         return _GappySeqInfo(
-            _offsets(starts, device), max(lengths), min(lengths), starts, _offsets(lengths, device), lengths,
-        )  # fmt: skip
+            _offsets(starts, device),
+            max(lengths),
+            min(lengths),
+            starts,
+            _offsets(lengths, device),
+            lengths,
+        )
 
     def intervals(self) -> Iterator[tuple[int, int]]:
         for start, length in zip(self.seqstart_py, self.seqlen_py, strict=False):
@@ -288,14 +283,10 @@ class _PaddedSeqLenInfo(_GappySeqInfo):
     padding: int
 
     @classmethod
-    def from_seqlens_padded(
-        cls, seqlens: Sequence[int], padding: int, *, device: Device = None
-    ) -> _PaddedSeqLenInfo:
+    def from_seqlens_padded(cls, seqlens: Sequence[int], padding: int, *, device: Device = None) -> _PaddedSeqLenInfo:
         lengths = _ints(seqlens)
         if not lengths or max(lengths) > padding:
-            raise ValueError(
-                f"there must be lengths of keys, each at most kv_padding={padding}, got {lengths}"
-            )
+            raise ValueError(f"there must be lengths of keys, each at most kv_padding={padding}, got {lengths}")
         starts = list(range(0, len(lengths) * padding + 1, padding))
         return _PaddedSeqLenInfo(
             _offsets(starts, device), max(lengths), min(lengths), starts, _offsets(lengths, device), lengths, padding,
@@ -312,14 +303,10 @@ class _PackedBias(AttentionBias):
         kept = moved if of_k is of_q else of_k.to(device)
         return dataclasses.replace(self, q_seqinfo=moved, k_seqinfo=kept)
 
-    def materialize(
-        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: Device = "cpu"
-    ) -> Tensor:
+    def materialize(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Tensor:
         expected = (self.q_seqinfo.seqstart_py[-1], self.k_seqinfo.seqstart_py[-1])
         if tuple(shape[-2:]) != expected:
-            raise ValueError(
-                f"shape must end in the numbers of queries and keys, {expected}, got {tuple(shape)}"
-            )
+            raise ValueError(f"shape must end in the numbers of queries and keys, {expected}, got {tuple(shape)}")
         keep = torch.zeros(expected, dtype=torch.bool, device=device)
         band = band_of(self)
         blocks = zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=True)
@@ -398,14 +385,10 @@ class BlockDiagonalMask(_PackedBias):
         return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
-        return BlockDiagonalCausalFromBottomRightMask(
-            self.q_seqinfo, self.k_seqinfo, self._batch_sizes
-        )
+        return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
-        return BlockDiagonalCausalLocalAttentionMask(
-            self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size
-        )
+        return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size)
 
     def make_local_attention_from_bottomright(
         self, window_size: int
@@ -473,12 +456,8 @@ class BlockDiagonalPaddedKeysMask(_PackedBias):
         here."""
         return cls(*_padded(q_seqlen, kv_padding, kv_seqlen, device))
 
-    def make_local_attention(
-        self, window_left: int, window_right: int
-    ) -> BlockDiagonalLocalAttentionPaddedKeysMask:
-        return BlockDiagonalLocalAttentionPaddedKeysMask(
-            self.q_seqinfo, self.k_seqinfo, window_left, window_right
-        )
+    def make_local_attention(self, window_left: int, window_right: int) -> BlockDiagonalLocalAttentionPaddedKeysMask:
+        return BlockDiagonalLocalAttentionPaddedKeysMask(self.q_seqinfo, self.k_seqinfo, window_left, window_right)
 
 
 def _padded(

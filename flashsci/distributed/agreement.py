@@ -151,9 +151,7 @@ def _exchange(group: Any, fields: Fields, refused: bool) -> list[dict[str, float
     assert len(names) + 3 <= WIDTH
     kind = _number(",".join(names))
     numbers = [float(refused), float(len(names)), kind, *(_number(x) for x in fields.values())]
-    mine = torch.tensor(
-        numbers + [0.0] * (WIDTH - len(numbers)), dtype=torch.float64, device=_device(group)
-    )
+    mine = torch.tensor(numbers + [0.0] * (WIDTH - len(numbers)), dtype=torch.float64, device=_device(group))
     every = all_gather(mine, (WIDTH,) * group.size(), group.group_name)
     table = []
     for row in every.view(-1, WIDTH).tolist():

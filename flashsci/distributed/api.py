@@ -109,9 +109,14 @@ def attention(
     else:
         tensors, group, wrap = (q, k, v, bias, key_weight, mask), agreement.group_of(mesh), _same
     options: dict[str, Any] = dict(
-        causal=causal, window=window, align=align, scale=scale, softcap=softcap, deterministic=deterministic,
+        causal=causal,
+        window=window,
+        align=align,
+        scale=scale,
+        softcap=softcap,
+        deterministic=deterministic,
         precision=precision,
-    )  # fmt: skip
+    )
     if group.size() == 1:
         plan.check_choices(layout, strategy)
         q, k, v, bias, key_weight, mask = tensors
@@ -226,9 +231,7 @@ def _attend(group: Any, tensors: tuple[Any, ...], given: Arguments) -> tuple[Ten
     group_name = group.group_name
     entry = "distributed.attention" if given.cu_seqlens is None else "distributed.varlen_attention"
     names = ("q", "k", "v", "bias", "key_weight", "mask")
-    agreement.check_transforms(
-        entry, cu_seqlens=given.cu_seqlens, **dict(zip(names, tensors, strict=True))
-    )
+    agreement.check_transforms(entry, cu_seqlens=given.cu_seqlens, **dict(zip(names, tensors, strict=True)))
     if torch.compiler.is_compiling():
         tensors, mine = _given(group_name, tensors, given)
         planned = plan.traced_plan(group_name, mine)
@@ -245,9 +248,7 @@ def _attend(group: Any, tensors: tuple[Any, ...], given: Arguments) -> tuple[Ten
     return follow_layout(out, q), lse
 
 
-def _given(
-    group_name: str, tensors: tuple[Any, ...], given: Arguments
-) -> tuple[tuple[Any, ...], Given]:
+def _given(group_name: str, tensors: tuple[Any, ...], given: Arguments) -> tuple[tuple[Any, ...], Given]:
     """The tensors with heads before rows, and the known facts of the call."""
     q, k, v, bias, key_weight, mask = tensors
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight)
@@ -268,6 +269,4 @@ def _given(
     checked = arguments.Options.of(**given.options, dropout_p=0.0, return_lse=True)
     if given.total is not None and total is None:
         total = plan.checked_total(given.total, q, k, given.layout, place_in(group_name))
-    return tensors, plan.given(
-        tensors, checked, given.layout, given.strategy, given.backend, offsets, total
-    )
+    return tensors, plan.given(tensors, checked, given.layout, given.strategy, given.backend, offsets, total)

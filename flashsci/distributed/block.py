@@ -30,9 +30,12 @@ class Scores(NamedTuple):
         # A compiler does not know the types of values from a constant function.
         number: Callable[[float | None], float | None] = lambda x: None if x is None else float(x)  # noqa: E731
         return dict(
-            scale=number(self.scale), softcap=number(self.softcap), deterministic=bool(self.deterministic),
-            precision=None if self.precision is None else str(self.precision), backend=str(self.backend),
-        )  # fmt: skip
+            scale=number(self.scale),
+            softcap=number(self.softcap),
+            deterministic=bool(self.deterministic),
+            precision=None if self.precision is None else str(self.precision),
+            backend=str(self.backend),
+        )
 
 
 class Side(NamedTuple):
@@ -78,9 +81,12 @@ def forward(
     q, k, v = rows_of(q, piece.rows), rows_of(k, piece.keys), rows_of(v, piece.keys)
     side = side.of(piece)
     options: dict[str, Any] = dict(
-        scores.options(), window=(piece.left, piece.right), bias=side.bias, key_weight=weights_of(key_weight, piece),
+        scores.options(),
+        window=(piece.left, piece.right),
+        bias=side.bias,
+        key_weight=weights_of(key_weight, piece),
         return_lse=True,
-    )  # fmt: skip
+    )
     if piece.offsets is None:
         return attention(q, k, v, mask=side.mask, **options)
     (of_q, of_k), longest = _packed(piece, q.device)
@@ -99,10 +105,10 @@ def attend(
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of queries whose keys are all here; differentiable. Pieces come in the order of their rows."""
-    assert all(a.rows[1] <= b.rows[0] for a, b in itertools.pairwise(found)), (
-        "keys of a row in two pieces"
-    )
-    if not found:  # a call without keys: it has gradients of zero, and the collectives of its backward run on every rank
+    assert all(a.rows[1] <= b.rows[0] for a, b in itertools.pairwise(found)), "keys of a row in two pieces"
+    if (
+        not found
+    ):  # a call without keys: it has gradients of zero, and the collectives of its backward run on every rank
         found = [Piece((0, q.shape[-2]), (0, 0), (0, 0), -1, -1)]
     if len(found) == 1 and found[0].rows == (0, q.shape[-2]):
         return forward(q, k, v, key_weight, side, found[0], scores)
@@ -142,16 +148,17 @@ def backward(
     k, v = rows_of(k, piece.keys), rows_of(v, piece.keys)
     side = side.of(piece)
     options: dict[str, Any] = dict(
-        scores.options(), window=(piece.left, piece.right), bias=side.bias, key_weight=weights_of(key_weight, piece),
+        scores.options(),
+        window=(piece.left, piece.right),
+        bias=side.bias,
+        key_weight=weights_of(key_weight, piece),
         dlse=dlse,
-    )  # fmt: skip
+    )
     if piece.offsets is None:
         return attention_backward(dout, q, k, v, out, lse, mask=side.mask, **options)
     (of_q, of_k), longest = _packed(piece, q.device)
     dout, q, k, v, out = (x.transpose(0, 1) for x in (dout, q, k, v, out))
-    found = attention_backward(
-        dout, q, k, v, out, lse, cu_seqlens_q=of_q, cu_seqlens_k=of_k, **longest, **options
-    )
+    found = attention_backward(dout, q, k, v, out, lse, cu_seqlens_q=of_q, cu_seqlens_k=of_k, **longest, **options)
     return found._replace(**{n: getattr(found, n).transpose(0, 1) for n in ("dq", "dk", "dv")})
 
 
@@ -159,9 +166,7 @@ def _packed(piece: Piece, device: torch.device) -> tuple[tuple[Tensor, Tensor], 
     assert piece.offsets is not None
     of_q, of_k = piece.offsets
     longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (of_q, of_k)]
-    return (_offsets(of_q, device), _offsets(of_k, device)), dict(
-        max_seqlen_q=longest[0], max_seqlen_k=longest[1]
-    )
+    return (_offsets(of_q, device), _offsets(of_k, device)), dict(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
 
 
 @functools.lru_cache(maxsize=256)

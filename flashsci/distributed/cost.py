@@ -75,11 +75,7 @@ class Work(NamedTuple):
     def seconds(self, sizes: Sizes, back: bool, machine: Machine) -> float:
         speed = machine.backward if back else machine.forward
         speed *= 1.0 if sizes.itemsize == 2 else machine.wide
-        return (
-            self.operations(sizes, back) / speed
-            + self.calls * machine.call
-            + self.moved / machine.memory
-        )
+        return self.operations(sizes, back) / speed + self.calls * machine.call + self.moved / machine.memory
 
     def operations(self, sizes: Sizes, back: bool) -> float:
         dims = sizes.head_dim + sizes.head_dim_v
@@ -105,9 +101,7 @@ class Prediction(NamedTuple):
         )
 
 
-def predict(
-    call: Call, sizes: Sizes, strategy: str, backward: bool, machine: Machine | None = None
-) -> Prediction:
+def predict(call: Call, sizes: Sizes, strategy: str, backward: bool, machine: Machine | None = None) -> Prediction:
     """The cost of a forward or, with ``backward``, of a training step.
 
     Examples:
@@ -125,9 +119,7 @@ def predict(
     return found + model(call, sizes, True, machine) if backward else found
 
 
-def choose(
-    call: Call, sizes: Sizes, allowed: list[str], backward: bool, machine: Machine | None = None
-) -> str:
+def choose(call: Call, sizes: Sizes, allowed: list[str], backward: bool, machine: Machine | None = None) -> str:
     """The strategy of least predicted time; of several that are as good as the fastest, the one with least memory.
 
     all_gather is considered only if the whole k and v fit in ``machine.room``.
@@ -181,9 +173,7 @@ def _step(call: Call, sizes: Sizes, rank: int, step: int, back: bool) -> Work:
 
 def head_groups(call: Call, sizes: Sizes, machine: Machine | None = None) -> int:
     """The number of groups of heads in a ring's backward: more groups take less memory, and launch more."""
-    longest = max(
-        (_step(call, sizes, rank, 0, True) for rank in range(call.world)), key=lambda w: w.pairs
-    )
+    longest = max((_step(call, sizes, rank, 0, True) for rank in range(call.world)), key=lambda w: w.pairs)
     seconds = longest.seconds(sizes, True, machine or Machine())
     return max(1, min(MOST_GROUPS, sizes.heads_k, int(seconds / GROUP_SECONDS)))
 
@@ -219,9 +209,7 @@ def _ring(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
     rows, keys = max(call.queries.lengths), max(call.keys.lengths)
     of_rows, of_keys = (max(call.most_parts(r)[i] for r in ranks) for i in (0, 1))
     wide = max(1, 4 // sizes.itemsize)
-    extra = (
-        2 * most + sizes.queries(rows) // 2
-    )  # of a piece's out or dq, and of their sum, if it is in float32
+    extra = 2 * most + sizes.queries(rows) // 2  # of a piece's out or dq, and of their sum, if it is in float32
     extra += sizes.queries(rows) // 2 * wide if of_rows > 2 else 0
     if back:
         extra += 2 * last + (sizes.keys(keys) * wide if of_keys > 2 else 0)
@@ -246,9 +234,7 @@ def _block(call: Call, sizes: Sizes, rank: int, source: int) -> int:
 
 def _all_gather(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
     compute = max(
-        w.seconds(sizes, back, machine)
-        for r in range(call.world)
-        for w in work(call, sizes, "all_gather", r, back)
+        w.seconds(sizes, back, machine) for r in range(call.world) for w in work(call, sizes, "all_gather", r, back)
     )
     whole = sizes.keys(call.keys.total)
     sent = whole * (call.world - 1) // call.world
@@ -258,10 +244,7 @@ def _all_gather(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Predi
 def _ulysses(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
     (done,) = work(call, sizes, "ulysses", 0, back)
     compute = done.seconds(sizes, back, machine)
-    own = max(
-        sizes.queries(a) + sizes.keys(b)
-        for a, b in zip(call.queries.lengths, call.keys.lengths, strict=True)
-    )
+    own = max(sizes.queries(a) + sizes.keys(b) for a, b in zip(call.queries.lengths, call.keys.lengths, strict=True))
     sent = own * (call.world - 1) // call.world
     return Prediction(
         compute + _move(sent, machine) + 3 * machine.transfer,

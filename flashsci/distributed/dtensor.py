@@ -31,9 +31,7 @@ def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Wrap]:
     """
     q, k, v, bias, key_weight, mask = tensors
     if not all(x is None or is_dtensor(x) for x in tensors):
-        raise TypeError(
-            "q is a DTensor, so must be every tensor of the call; DTensor.from_local makes one of a part"
-        )
+        raise TypeError("q is a DTensor, so must be every tensor of the call; DTensor.from_local makes one of a part")
     rows, mesh = q.dim() - 2, q.device_mesh
     for name, x in (("k", k), ("v", v), ("bias", bias), ("key_weight", key_weight), ("mask", mask)):
         if x is not None and x.device_mesh != mesh:
@@ -58,9 +56,7 @@ def unwrapped(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Wrap]:
     def wrap(x: Tensor) -> DTensor:
         shape = (*q.shape[:-1], *x.shape[q.dim() - 1 :])
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return DTensor.from_local(
-            x, mesh, q.placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        return DTensor.from_local(x, mesh, q.placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     return tuple(local), mesh.get_group(split[0]), wrap
 

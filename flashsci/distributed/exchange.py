@@ -44,13 +44,8 @@ class Transfer:
 
     def operations(self) -> list[dist.P2POp]:
         group = self._post.group
-        ops = [
-            dist.P2POp(dist.isend, x, group=group, group_peer=self._to) for x in self._sent or ()
-        ]
-        return ops + [
-            dist.P2POp(dist.irecv, x, group=group, group_peer=self._source)
-            for x in self.received or ()
-        ]
+        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=self._to) for x in self._sent or ()]
+        return ops + [dist.P2POp(dist.irecv, x, group=group, group_peer=self._source) for x in self.received or ()]
 
     def wait(self) -> Blocks:
         """The received blocks, ready for the current stream, as are all blocks that were sent with them."""
@@ -93,9 +88,7 @@ class Block(NamedTuple):
     order: Callable[[], Transfer] | None = None
 
 
-def around(
-    post: Post, sent_to: Callable[[int], Blocks], room_for: Callable[[int], Blocks]
-) -> list[Block]:
+def around(post: Post, sent_to: Callable[[int], Blocks], room_for: Callable[[int], Blocks]) -> list[Block]:
     """This rank's block and then those of the ranks 1, 2, ... places back.
 
     Args:

@@ -38,9 +38,7 @@ class Group(NamedTuple):
         k, v = (_narrow(x, self.keys, -3) for x in (k, v))
         return q, k, v, bias, _narrow(key_weight, self.keys, -2), mask
 
-    def of_results(
-        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Any, ...]:
+    def of_results(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         """The same for results and their gradients."""
         dout, out = (_narrow(x, self.queries, -3) for x in (dout, out))
         dlse, lse = (_narrow(x, self.queries, -2) for x in (dlse, lse))
@@ -69,9 +67,7 @@ def head_groups(
     )
     count = 1 if shared else cost.head_groups(call, sizes_of(q, k, v))
     each = heads_q // heads_k
-    return [
-        Group((a * each, b * each), (a, b)) for a, b in itertools.pairwise(even(heads_k, count))
-    ]
+    return [Group((a * each, b * each), (a, b)) for a, b in itertools.pairwise(even(heads_k, count))]
 
 
 def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> cost.Sizes:

@@ -52,9 +52,7 @@ def of_keys(key_weight: Tensor | None, k: Tensor) -> None:
         )
 
 
-def results(
-    q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
-) -> None:
+def results(q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> None:
     """Check the results of a forward, and their gradients."""
     for name, x in (("out", out), ("dout", dout)):
         if x is not None:

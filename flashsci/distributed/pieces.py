@@ -160,10 +160,7 @@ def _together(whole: list[tuple[Interval, Interval]], band: Band, places: tuple[
     (a, _), (c, _) = whole[0]
     of_q = (0, *(rows[1] - a for rows, _ in whole))
     of_k = (0, *(keys[1] - c for _, keys in whole))
-    rows, keys = (
-        (x + place, x + n[-1] + place)
-        for x, n, place in zip((a, c), (of_q, of_k), places, strict=True)
-    )
+    rows, keys = ((x + place, x + n[-1] + place) for x, n, place in zip((a, c), (of_q, of_k), places, strict=True))
     return Piece(rows, keys, (c, c + of_k[-1]), band.left, band.right, (of_q, of_k))
 
 

@@ -79,19 +79,14 @@ def given(
         arguments.check_mask_dtype(mask)
     if key_weight is not None:
         arguments.check_key_weight_dtype(key_weight, q.dtype)
-        arguments.check_broadcast(
-            "key_weight", key_weight.shape, k.shape[:-1], "Hk, Sk of this rank"
-        )
+        arguments.check_broadcast("key_weight", key_weight.shape, k.shape[:-1], "Hk, Sk of this rank")
         if key_weight.dim() == 0 or key_weight.shape[-1] != k.shape[-2]:
             raise ValueError(
                 f"key_weight is split as k is: its last dim must be this rank's keys, {k.shape[-2]}, got shape "
                 f"{list(key_weight.shape)}; expand it"
             )
     arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
-    needs = [
-        torch.is_grad_enabled() and x is not None and x.requires_grad
-        for x in (q, k, v, key_weight, bias)
-    ]
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, key_weight, bias)]
     return Given(
         tuple(q.shape), tuple(k.shape), tuple(v.shape),
         None if bias is None else tuple(bias.shape),
@@ -138,9 +133,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     arguments.check_head_dims(q, k, v)
     if k.shape[-2] != v.shape[-2]:
-        raise ValueError(
-            f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}"
-        )
+        raise ValueError(f"k and v must have the same length (dim -2), got {k.shape[-2]} and {v.shape[-2]}")
     arguments.check_heads(*(x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v)))
 
 
@@ -169,9 +162,7 @@ def _fields(
     else:
         fields["key_weight dims"] = key_weight.dim()
         fields["key_weight dtype"] = dtype_number(key_weight.dtype)
-        fields["key_weight requires grad"] = float(
-            torch.is_grad_enabled() and key_weight.requires_grad
-        )
+        fields["key_weight requires grad"] = float(torch.is_grad_enabled() and key_weight.requires_grad)
     fields |= {
         "layout": LAYOUTS.index(layout),
         "strategy": STRATEGIES.index(strategy),
@@ -181,9 +172,7 @@ def _fields(
         "scale": options.scale or 0.0,
         "softcap": options.softcap or 0.0,
         "deterministic": float(options.deterministic),
-        "precision": -1
-        if options.precision is None
-        else arguments.PRECISIONS.index(options.precision),
+        "precision": -1 if options.precision is None else arguments.PRECISIONS.index(options.precision),
         "backend (a hash)": backend,
         "cu_seqlens (a hash)": -1 if offsets is None else offsets,
         "total (a hash)": -1 if total is None else total,
@@ -219,10 +208,7 @@ def plan(group_name: str, mine: Given) -> Planned:
 
 def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Planned:
     """The plan as a function of the agreed facts and the ranks' rows: all ranks get the same result."""
-    queries, keys = (
-        checked(mine.layout, [int(row[f"{name} rows"]) for row in table], name)
-        for name in ("q", "k")
-    )
+    queries, keys = (checked(mine.layout, [int(row[f"{name} rows"]) for row in table], name) for name in ("q", "k"))
     if mine.offsets is not None:
         _check_offsets(mine.offsets, queries.total, keys.total)
     bias_grad = mine.bias is not None and mine.bias_grad
@@ -234,15 +220,11 @@ def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Pla
         )
     for name, shape in (("bias", mine.bias), ("mask", mine.mask)):
         if shape is not None:
-            arguments.check_broadcast(
-                name, shape, (*mine.q[:-1], keys.total), "Hq, Sq of this rank, whole Sk"
-            )
+            arguments.check_broadcast(name, shape, (*mine.q[:-1], keys.total), "Hq, Sq of this rank, whole Sk")
     options = mine.options
     shift = keys.total - queries.total if options.align == "lower_right" else 0
     band = Band(options.window_left, options.window_right, shift, mine.offsets)
-    scores = Scores(
-        options.scale, options.softcap, options.deterministic, options.precision, mine.backend
-    )
+    scores = Scores(options.scale, options.softcap, options.deterministic, options.precision, mine.backend)
     placed = mine.bias is not None or mine.mask is not None
     call = Call(group_name, queries, keys, band, scores, split, placed)
     return Planned(call.text(), _strategy(call, mine), split)
@@ -251,9 +233,7 @@ def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Pla
 def _check_offsets(offsets: Shape, total_q: int, total_k: int) -> None:
     arguments.check_cu_seqlens_contents("cu_seqlens", torch.tensor(offsets), total_q, None)
     if total_q != total_k:
-        raise ValueError(
-            f"packed queries and keys are the same sequences, got {total_q} and {total_k} rows in all"
-        )
+        raise ValueError(f"packed queries and keys are the same sequences, got {total_q} and {total_k} rows in all")
 
 
 def _split(
@@ -289,9 +269,7 @@ def _strategy(call: Call, mine: Given) -> str:
     heads_q, heads_k = (s[-3] if len(s) > 2 else 1 for s in (mine.q, mine.k))
     reason = ulysses.refuses(call, heads_q, heads_k, mine.bias, mine.mask)
     if mine.strategy == "ulysses" and reason is not None:
-        raise BackendError(
-            f"strategy='ulysses' cannot serve this call: {reason}; use 'ring' or 'all_gather'"
-        )
+        raise BackendError(f"strategy='ulysses' cannot serve this call: {reason}; use 'ring' or 'all_gather'")
     if mine.strategy != "auto":
         return mine.strategy
     batch = 1

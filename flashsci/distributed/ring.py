@@ -174,15 +174,12 @@ def _backward(
     return _results(tensors, gradients)
 
 
-def _results(
-    tensors: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:
+def _results(tensors: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Gradients in the form of an operator's results: an empty tensor for None."""
     q = tensors[0]
     assert q is not None
     return tuple(
-        q.new_empty(0) if x is None or g is None else g.to(x.dtype)
-        for x, g in zip(tensors[:5], gradients, strict=True)
+        q.new_empty(0) if x is None or g is None else g.to(x.dtype) for x, g in zip(tensors[:5], gradients, strict=True)
     )
 
 
@@ -243,9 +240,7 @@ class Share:
     def _piece(self, piece: Piece, keys: Sequence[Tensor]) -> list[Tensor]:
         """dk, dv and dkey_weight of a piece; dq and dbias are summed."""
         dout, dlse, out, lse = self.results
-        found = block.backward(
-            dout, dlse, self.q, *_three(keys), self.side, out, lse, piece, self.call.scores
-        )
+        found = block.backward(dout, dlse, self.q, *_three(keys), self.side, out, lse, piece, self.call.scores)
         sums = _sum_dtype(self.q, self.of_queries)
         self.dq = _added(self.dq, found.dq, piece.rows, self.q, sums)
         cell = block.cut(self.dbias, piece) if self.dbias is not None else None
@@ -300,9 +295,7 @@ class Coming(NamedTuple):
         self.share.bring_home(self.transfer.wait(), self.step)
 
 
-def _added(
-    total: Tensor | None, part: Tensor, rows: Interval, like: Tensor, dtype: torch.dtype
-) -> Tensor:
+def _added(total: Tensor | None, part: Tensor, rows: Interval, like: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of pieces of dq; it starts with the first piece if that has all rows."""
     if total is None and rows == (0, like.shape[-2]):
         return part.to(dtype)
@@ -363,13 +356,9 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
     return fake_forward(Tensors(q, k, v))
 
 
-def _fake_backward(
-    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, ...]:
+def _fake_backward(dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     bias, key_weight = others[:2]
-    return tuple(
-        q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, bias, key_weight)
-    )
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, bias, key_weight))
 
 
 torch.library.register_fake("flashsci::ring_forward", on_one_device(_fake_forward), lib=LIBRARY)

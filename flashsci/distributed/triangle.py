@@ -88,17 +88,11 @@ def triangle_attention(
         >>> dist.destroy_process_group()
     """
     group = agreement.group_of(mesh)
-    options = arguments.Options.of(
-        False, None, "upper_left", scale, None, 0.0, return_lse, deterministic, precision
-    )
+    options = arguments.Options.of(False, None, "upper_left", scale, None, 0.0, return_lse, deterministic, precision)
     scores = Scores(options.scale, None, options.deterministic, options.precision, backend)
     if group.size() == 1:
-        return flashsci.attention(
-            q, k, v, bias=bias, mask=mask, return_lse=return_lse, **scores.options()
-        )
-    agreement.check_transforms(
-        "distributed.triangle_attention", q=q, k=k, v=v, bias=bias, mask=mask
-    )
+        return flashsci.attention(q, k, v, bias=bias, mask=mask, return_lse=return_lse, **scores.options())
+    agreement.check_transforms("distributed.triangle_attention", q=q, k=k, v=v, bias=bias, mask=mask)
     name, given = group.group_name, (q, k, v, bias, mask, options, strategy)
     if torch.compiler.is_compiling():
         lengths = _constant_lengths(name, tuple(_fields(*given).items()), q.device.type)
@@ -162,9 +156,7 @@ def _fields(
     return fields
 
 
-def _lengths(
-    group_name: str, fields: tuple[tuple[str, Value], ...], device: str
-) -> tuple[int, ...]:
+def _lengths(group_name: str, fields: tuple[tuple[str, Value], ...], device: str) -> tuple[int, ...]:
     """The number of queries of each rank's bias."""
     free = agreement.rows("q", "k", "v", "bias")
     table = agreement.agree(group_named(group_name), dict(fields), free, device)
@@ -172,9 +164,7 @@ def _lengths(
 
 
 @torch._dynamo.assume_constant_result
-def _constant_lengths(
-    group_name: str, fields: tuple[tuple[str, Value], ...], device: str
-) -> tuple[int, ...]:
+def _constant_lengths(group_name: str, fields: tuple[tuple[str, Value], ...], device: str) -> tuple[int, ...]:
     return _lengths(group_name, fields, device)
 
 
@@ -184,9 +174,7 @@ def _text(group_name: str, lengths: tuple[int, ...], scores: tuple[Any, ...]) ->
     return Call(group_name, queries, queries, Band(-1, -1), Scores(*scores)).text()
 
 
-def _collected(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, text: str
-) -> tuple[Tensor, Tensor]:
+def _collected(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, text: str) -> tuple[Tensor, Tensor]:
     """out and lse by the whole bias; differentiable."""
     call = from_text(text)
     whole = assemble(bias, call.queries, -2, call.group)
@@ -223,9 +211,7 @@ def _travelling(post: Post, bias: Tensor, call: Call) -> Iterator[tuple[Interval
 
 
 def _masked(mask: Tensor | None, interval: Interval) -> Tensor | None:
-    return (
-        mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else rows_of(mask, interval)
-    )
+    return mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else rows_of(mask, interval)
 
 
 def _check(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
@@ -234,9 +220,7 @@ def _check(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tens
     op_checks.of_pairs(q, k.shape[-2], bias=full, mask=mask)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, text: str
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, text: str) -> tuple[Tensor, Tensor]:
     call = from_text(text)
     _check(call, q, k, v, bias, mask)
     out, lse = fake_forward(Tensors(q, k, v))
@@ -273,8 +257,7 @@ def _backward(
     _check(call, q, k, v, bias, mask)
     op_checks.results(q, v, out, lse, dout, dlse)
     dq, dk, dv, dbias = (
-        torch.zeros(x.shape, dtype=statistics_dtype(x.dtype), device=x.device)
-        for x in (q, k, v, bias)
+        torch.zeros(x.shape, dtype=statistics_dtype(x.dtype), device=x.device) for x in (q, k, v, bias)
     )
     returning: Transfer | None = None
     post = Post(group_named(call.group))

@@ -22,9 +22,7 @@ from flashsci.distributed.pieces import pieces
 Shape = tuple[int, ...]
 
 
-def refuses(
-    call: Call, heads_q: int, heads_k: int, bias: Shape | None, mask: Shape | None
-) -> str | None:
+def refuses(call: Call, heads_q: int, heads_k: int, bias: Shape | None, mask: Shape | None) -> str | None:
     """Why this strategy cannot serve a call, given the shapes of its bias and mask; None if it can."""
     if heads_k < call.world:
         return f"it has {heads_k} key heads for {call.world} ranks"
@@ -79,9 +77,7 @@ def to_heads(x: Tensor, heads: tuple[int, ...], layout: Layout, group_name: str)
     rank = place_in(group_name)[0]
     own, rows = heads[rank], layout.lengths
     flat = x.movedim((-3, -2), (0, 1)).flatten(0, 1)
-    flat = all_to_all(
-        flat, tuple(n * rows[rank] for n in heads), tuple(own * n for n in rows), group_name
-    )
+    flat = all_to_all(flat, tuple(n * rows[rank] for n in heads), tuple(own * n for n in rows), group_name)
     parts = []
     for source, part in enumerate(flat.split([own * n for n in rows])):
         part, place = part.unflatten(0, (own, rows[source])), 0
@@ -102,9 +98,7 @@ def to_rows(x: Tensor, heads: tuple[int, ...], layout: Layout, group_name: str) 
         found = [x.narrow(1, a, b - a) for a, b in layout.intervals(to)]
         parts.append(torch.cat(found, 1).flatten(0, 1))
     flat = torch.cat(parts)
-    flat = all_to_all(
-        flat, tuple(own * n for n in rows), tuple(n * rows[rank] for n in heads), group_name
-    )
+    flat = all_to_all(flat, tuple(own * n for n in rows), tuple(n * rows[rank] for n in heads), group_name)
     return flat.unflatten(0, (sum(heads), rows[rank])).movedim((0, 1), (-3, -2))
 
 

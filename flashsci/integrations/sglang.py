@@ -62,9 +62,7 @@ class Tables:
     """The places of keys, and the places for those of new tokens."""
 
     pages: Tensor  # [N, pages] int32
-    window_pages: (
-        Tensor  # the same in the pool of layers with a window; pages where there is only one pool
-    )
+    window_pages: Tensor  # the same in the pool of layers with a window; pages where there is only one pool
     window_slots: Tensor | None  # [T], the slots of new tokens in that pool
 
     def of(self, decodes: int) -> Tables:
@@ -98,9 +96,7 @@ class FlashSciBackend(AttentionBackend):
                 f"flashsci in SGLang: pages must be multiples of {PAGE} tokens, got {self.page}; start with --page-size {PAGE}"
             )
         if model_runner.ps.attn_dcp_size > 1:  # each rank would have a part of every sequence
-            raise ValueError(
-                "flashsci in SGLang: --dcp-size is not supported; start with --attention-backend triton"
-            )
+            raise ValueError("flashsci in SGLang: --dcp-size is not supported; start with --attention-backend triton")
         self.device = model_runner.device
         # Layers of SGLang read the two pools from the backend, under these names.
         self.req_to_token_pool = model_runner.req_to_token_pool
@@ -124,9 +120,7 @@ class FlashSciBackend(AttentionBackend):
             cu_seqlens_q = edges.to(torch.int32)
             longest_q = max(batch.extend_seq_lens_cpu)
         longest_k = int(batch.seq_lens_cpu.max()) if batch.batch_size else 1
-        self.step = Step(
-            cu_seqlens_q, longest_q, batch.seq_lens.to(torch.int32), self._tables(batch, longest_k)
-        )
+        self.step = Step(cu_seqlens_q, longest_q, batch.seq_lens.to(torch.int32), self._tables(batch, longest_k))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make the buffers that captured decodes read."""
@@ -161,9 +155,7 @@ class FlashSciBackend(AttentionBackend):
 
     def _tables(self, batch: Any, longest: int) -> Tables:
         """Tables for lengths up to ``longest``. Entries beyond a sequence's length are not read."""
-        firsts = self.req_to_token_pool.req_to_token[:, : longest : self.page][
-            batch.req_pool_indices
-        ]
+        firsts = self.req_to_token_pool.req_to_token[:, : longest : self.page][batch.req_pool_indices]
         pages = (firsts // self.page).to(torch.int32)
         if not self.has_window_pool:
             return Tables(pages, pages, None)
@@ -190,7 +182,10 @@ class FlashSciBackend(AttentionBackend):
             where = KVWriteLoc(forward_batch.out_cache_loc, step.tables.window_slots)
             scales = () if layer.k_scale is None else (layer.k_scale, layer.v_scale)
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *scales)
-        keys, values = (self._paged(x(layer.layer_id)) for x in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer))  # fmt: skip
+        keys, values = (
+            self._paged(x(layer.layer_id))
+            for x in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer)
+        )
         apart = self.has_window_pool and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
         window = layer.sliding_window_size  # w means w keys before a query's own
         options = {}
@@ -223,6 +218,4 @@ def _supported(layer: Any, others: dict[str, Any]) -> None:
     if layer.xai_temperature_len > 0:
         asked.append("temperature by length (xai_temperature_len)")
     if asked:
-        raise ValueError(
-            f"flashsci in SGLang: {', '.join(asked)} not supported; start with --attention-backend triton"
-        )
+        raise ValueError(f"flashsci in SGLang: {', '.join(asked)} not supported; start with --attention-backend triton")

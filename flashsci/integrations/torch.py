@@ -228,14 +228,20 @@ def _flash_attention_forward(
 ) -> tuple[Tensor, ...]:
     """Dense ``[B, S, H, D]``, or packed ``[T, H, D]`` with offsets."""
     _supported(
-        return_debug_mask=return_debug_mask, seqused_k=seqused_k, alibi_slopes=alibi_slopes, block_table=block_table,
+        return_debug_mask=return_debug_mask,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
         num_splits=num_splits,
-    )  # fmt: skip
+    )
     _head_dims(query, value)
     seed, rng_state, unused = _random(query, dropout_p)
     options: dict[str, Any] = dict(
-        causal=is_causal, window=_window(window_size_left, window_size_right), scale=scale, dropout_p=dropout_p,
-    )  # fmt: skip
+        causal=is_causal,
+        window=_window(window_size_left, window_size_right),
+        scale=scale,
+        dropout_p=dropout_p,
+    )
     given: dict[str, Any] = dict(dropout_seed=seed, return_lse=True)
     if cum_seq_q is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -305,8 +311,11 @@ def _flash_attention_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     options: dict[str, Any] = dict(
-        causal=is_causal, window=_window(window_size_left, window_size_right), scale=scale, dropout_p=dropout_p,
-    )  # fmt: skip
+        causal=is_causal,
+        window=_window(window_size_left, window_size_right),
+        scale=scale,
+        dropout_p=dropout_p,
+    )
     seed = _seed(rng_state, dropout_p)
     if cum_seq_q is None:
         dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))

@@ -61,9 +61,7 @@ def register(name: str = "fsci") -> None:
         "|": "transformers takes what stands before it for a kind of cache",
     }.items():
         if part in name:
-            raise ValueError(
-                f"the name {name!r} contains {part!r}: {reason}; the default is 'fsci'"
-            )
+            raise ValueError(f"the name {name!r} contains {part!r}: {reason}; the default is 'fsci'")
     if name in ("", "eager"):
         raise ValueError(f"the name {name!r} is taken by transformers; the default is 'fsci'")
     try:
@@ -74,14 +72,10 @@ def register(name: str = "fsci") -> None:
             f"flashsci.integrations.transformers needs a transformers with AttentionMaskInterface ({error}); it is "
             "tested with 5.17: pip install 'transformers==5.17.*'"
         ) from error
-    functions: dict[str, Callable[..., Any]] = {
-        name: attention_forward, f"paged|{name}": paged_attention_forward
-    }  # fmt: skip
+    functions: dict[str, Callable[..., Any]] = {name: attention_forward, f"paged|{name}": paged_attention_forward}
     for each, function in functions.items():
         if AttentionInterface().get(each, function) is not function:
-            raise ValueError(
-                f"{each!r} is registered with another attention function; choose another name"
-            )
+            raise ValueError(f"{each!r} is registered with another attention function; choose another name")
     for each, function in functions.items():
         AttentionInterface.register(each, function)
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -147,19 +141,17 @@ def attention_forward(
     if mask is None and causal and 1 < query.shape[2] < key.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., : query.shape[2]]
-    packing = _packing(
-        query, key, position_ids, mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-    )
+    packing = _packing(query, key, position_ids, mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     pattern = _Pattern(bool(causal), sliding_window)
     options: dict[str, Any] = dict(
-        scale=scaling, softcap=softcap, dropout_p=dropout if module.training else 0.0,
+        scale=scaling,
+        softcap=softcap,
+        dropout_p=dropout if module.training else 0.0,
         deterministic=deterministic or None,
-    )  # fmt: skip
+    )
     if s_aux is not None:
         if s_aux.shape != (query.shape[1],):
-            raise ValueError(
-                f"s_aux must have one logit for each of {query.shape[1]} heads, got {list(s_aux.shape)}"
-            )
+            raise ValueError(f"s_aux must have one logit for each of {query.shape[1]} heads, got {list(s_aux.shape)}")
         options["sink"] = s_aux.to(torch.promote_types(s_aux.dtype, torch.float32))
     known = packing is not None and _says_no_more(mask, pattern, packing)
     if packing is not None and known and bias is None:
@@ -368,9 +360,7 @@ def _says_no_more(mask: Tensor | None, pattern: _Pattern, packing: _Packing | No
     return _once(mask, (pattern, id(offsets)), read)[0]
 
 
-def _and_packing(
-    mask: Tensor | None, pattern: _Pattern, packing: _Packing, query: Tensor, key: Tensor
-) -> Tensor:
+def _and_packing(mask: Tensor | None, pattern: _Pattern, packing: _Packing, query: Tensor, key: Tensor) -> Tensor:
     """The mask, or the pattern if there is none, with pairs of different sequences masked."""
     batch, length_q, length_k = query.shape[0], query.shape[2], key.shape[2]
     same = _same_sequence(packing, batch, length_q, length_k)

@@ -96,9 +96,7 @@ def paged_attention_forward(
             return_lse=s_aux is not None, **options,
         )  # fmt: skip
         return _with_sinks(packed, s_aux).unsqueeze(0), None
-    k_cache, v_cache = (
-        x[layer].unflatten(0, (-1, cache.block_size)) for x in (cache.key_cache, cache.value_cache)
-    )
+    k_cache, v_cache = (x[layer].unflatten(0, (-1, cache.block_size)) for x in (cache.key_cache, cache.value_cache))
     k, v = (x[0].transpose(0, 1) for x in (key, value))
     write_kv_cache(k, v, k_cache, v_cache, write_index[group].to(torch.int64))
     out = paged_attention(

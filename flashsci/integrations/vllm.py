@@ -85,17 +85,13 @@ def _let_cpus_choose() -> None:
         return
 
     @functools.wraps(own)
-    def chosen(
-        cls: Any, selected_backend: Any, attn_selector_config: Any, *rest: Any, **named: Any
-    ) -> Any:
+    def chosen(cls: Any, selected_backend: Any, attn_selector_config: Any, *rest: Any, **named: Any) -> Any:
         if selected_backend is not AttentionBackendEnum.CUSTOM:
             return own(cls, selected_backend, attn_selector_config, *rest, **named)
         asked = attn_selector_config._asdict()
         reasons = FlashSciBackend.validate_configuration(device_capability=None, **asked)
         if reasons:
-            raise ValueError(
-                f"flashsci in vLLM cannot serve this configuration: {', '.join(reasons)}"
-            )
+            raise ValueError(f"flashsci in vLLM cannot serve this configuration: {', '.join(reasons)}")
         return PATH
 
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
@@ -190,9 +186,7 @@ class FlashSciBackend(AttentionBackend):
             return None
         capability = device_capability.major, device_capability.minor
         stored = FP8.get(kv_cache_dtype, dtype)
-        call = Problem(
-            "cuda", capability, dtype, 1, 1, head_size, head_size, paged=True, cache_dtype=stored
-        )
+        call = Problem("cuda", capability, dtype, 1, 1, head_size, head_size, paged=True, cache_dtype=stored)
         return BACKENDS["triton"].rejects(call, anywhere=True)
 
 
@@ -216,9 +210,7 @@ class FlashSciMetadataBuilder(AttentionMetadataBuilder[FlashSciMetadata]):
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = True
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
@@ -234,9 +226,14 @@ class FlashSciMetadataBuilder(AttentionMetadataBuilder[FlashSciMetadata]):
                 "start vLLM with --attention-backend TRITON_ATTN"
             )
         return FlashSciMetadata(
-            step.num_actual_tokens, step.max_query_len, step.query_start_loc, step.seq_lens,
-            step.block_table_tensor, step.slot_mapping, step.causal,
-        )  # fmt: skip
+            step.num_actual_tokens,
+            step.max_query_len,
+            step.query_start_loc,
+            step.seq_lens,
+            step.block_table_tensor,
+            step.slot_mapping,
+            step.causal,
+        )
 
     def update_block_table(
         self, metadata: FlashSciMetadata, blk_table: Tensor, slot_mapping: Tensor
@@ -356,7 +353,4 @@ class FlashSciAttention(AttentionImpl[FlashSciMetadata]):
         scales = dict(k_scale=layer._k_scale, v_scale=layer._v_scale)
         if sequences is None:
             return scales
-        return {
-            name: x if x.numel() == 1 else x.expand(sequences, self.num_kv_heads)
-            for name, x in scales.items()
-        }
+        return {name: x if x.numel() == 1 else x.expand(sequences, self.num_kv_heads) for name, x in scales.items()}

@@ -131,9 +131,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         return
     starts_q = inputs.cu_seqlens_q.tolist()
     starts_k = starts_q if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.tolist()
-    per_key = inputs.bias is not None and (
-        inputs.bias.dim() == 3 or inputs.bias.shape[1] == starts_k[-1]
-    )
+    per_key = inputs.bias is not None and (inputs.bias.dim() == 3 or inputs.bias.shape[1] == starts_k[-1])
     offset = 0
     for n in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])
@@ -146,9 +144,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         def keys_of(x: Tensor, keys: slice = keys) -> Tensor:
             return x[keys].transpose(0, 1)
 
-        def bias_of(
-            x: Tensor, keys: slice = keys, pairs: slice = pairs, size: tuple[int, int] = size
-        ) -> Tensor:
+        def bias_of(x: Tensor, keys: slice = keys, pairs: slice = pairs, size: tuple[int, int] = size) -> Tensor:
             return x.view(len(x), 1, -1)[..., keys] if per_key else x[:, pairs].unflatten(-1, size)
 
         def weight_of(x: Tensor, keys: slice = keys) -> Tensor:

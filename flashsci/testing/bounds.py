@@ -116,9 +116,7 @@ class Judge:
 
     sigmas = SIGMAS
 
-    def __init__(
-        self, inputs: Inputs, fused: bool = True, device: torch.device | str | None = None
-    ):
+    def __init__(self, inputs: Inputs, fused: bool = True, device: torch.device | str | None = None):
         self.device = inputs.q.device if device is None else torch.device(device)
         inputs = replace(inputs, execution="")
         self.given, self.inputs, self.fused = inputs, inputs.on(self.device), fused
@@ -147,8 +145,7 @@ class Judge:
         if inputs.options.get("precision") == "tf32":
             unit = internal = 2.0**-11
         of_bias, of_weight, of_sink = (
-            unit if x is None else min(unit, _unit(x.dtype))
-            for x in (inputs.bias, inputs.key_weight, inputs.sink)
+            unit if x is None else min(unit, _unit(x.dtype)) for x in (inputs.bias, inputs.key_weight, inputs.sink)
         )
         tiny = torch.finfo(dtype).smallest_normal
         # Fused kernels multiply fp32 in parts of TF32 (the last part is truncated): 3xTF32.
@@ -159,19 +156,13 @@ class Judge:
     def _allowances(self) -> None:
         precisions = self.precisions()
         unit, internal, self.tiny = precisions[:3]
-        value = {
-            n: torch.full_like(x, -torch.inf if n == "lse" else 0.0) for n, x in self.truth.items()
-        }
+        value = {n: torch.full_like(x, -torch.inf if n == "lse" else 0.0) for n, x in self.truth.items()}
         coarse, fine = ({n: torch.zeros_like(x) for n, x in self.truth.items()} for _ in range(2))
         generator = torch.Generator(self.inputs.q.device).manual_seed(0)
         directions = {
-            n: torch.stack([finite(x), *(_signs(x, generator) for _ in range(PROBES))])
-            for n, x in self.truth.items()
+            n: torch.stack([finite(x), *(_signs(x, generator) for _ in range(PROBES))]) for n, x in self.truth.items()
         }
-        variances = {
-            n: torch.zeros(1 + PROBES, dtype=torch.float64, device=x.device)
-            for n, x in self.truth.items()
-        }
+        variances = {n: torch.zeros(1 + PROBES, dtype=torch.float64, device=x.device) for n, x in self.truth.items()}
         cells = {n: torch.zeros_like(x) for n, x in self.truth.items()}
         shift: dict[str, Any] = {}  # the rescaling by computed roundings, times <truth, truth>
         self.loose: dict[str, Tensor] = {}
@@ -194,9 +185,7 @@ class Judge:
                 if name in formula.shift:
                     along_truth = formula.shift[name] * block.slot(name, directions[name][0])
                     shift[name] = shift.get(name, 0.0) + along_truth.flatten(1).sum(1)
-                variances[name] += formula.variances(
-                    name, torch.stack([block.slot(name, x) for x in directions[name]])
-                )
+                variances[name] += formula.variances(name, torch.stack([block.slot(name, x) for x in directions[name]]))
         if large and self.fused and self.inputs.q.dtype.itemsize == 2:
             # Scores in 16 bits make plain PyTorch itself wrong: its fp32 result, rounded, is the measure.
             self._wide_baseline()
@@ -215,20 +204,16 @@ class Judge:
             sums = internal * fine[name]
             cell = unit * (cells[name] + least * (finite(truth).abs() < least))
             # One wait for the device, instead of one for each number.
-            largest, square, along, across, sum_gain, fine_norm, sum_norm, moved, difference = (
-                _numbers(
-                    size.max() if size.numel() else size.sum(),
-                    finite(truth).square().sum(),
-                    variances[name][0].sqrt(),
-                    variances[name][1:].mean().sqrt(),
-                    ((SUM_ROUNDINGS * sums + cell) * finite(truth).abs()).sum(),
-                    fine[name].norm(),
-                    sums.norm(),
-                    shift.get(name, variances[name].new_zeros(1)).abs().max(),
-                    self._beyond(name, _error(value[name], truth)).max()
-                    if truth.numel()
-                    else truth.sum(),
-                )
+            largest, square, along, across, sum_gain, fine_norm, sum_norm, moved, difference = _numbers(
+                size.max() if size.numel() else size.sum(),
+                finite(truth).square().sum(),
+                variances[name][0].sqrt(),
+                variances[name][1:].mean().sqrt(),
+                ((SUM_ROUNDINGS * sums + cell) * finite(truth).abs()).sum(),
+                fine[name].norm(),
+                sums.norm(),
+                shift.get(name, variances[name].new_zeros(1)).abs().max(),
+                self._beyond(name, _error(value[name], truth)).max() if truth.numel() else truth.sum(),
             )
             self.floor[name] = FLOOR_ROUNDINGS * largest
             self.square[name] = square
@@ -335,9 +320,7 @@ class Judge:
         if not found.error <= found.allowed:
             problem = f"{name}: error {found.error:.3g} > {found.allowed:.3g} allowed (plain PyTorch: {base:.3g})"
         elif not found.gain <= found.gain_allowed:
-            problem = (
-                f"{name}: off by a factor 1 ± {found.gain:.3g}, allowed {found.gain_allowed:.3g}"
-            )
+            problem = f"{name}: off by a factor 1 ± {found.gain:.3g}, allowed {found.gain_allowed:.3g}"
         elif not found.spread <= found.spread_allowed:
             problem = f"{name}: error norm {found.spread:.3g} > {found.spread_allowed:.3g} allowed by roundings"
         return replace(found, problem=problem)
@@ -353,9 +336,7 @@ class Judge:
         wrong &= ~((torch.isinf(x) | torch.isinf(y)) & self._may_overflow(name, x.dtype))
         if found.error <= allowed and not wrong.any():
             return found
-        return replace(
-            found, problem=f"{name}: two backends differ by {found.error:.3g} > {allowed:.3g}"
-        )
+        return replace(found, problem=f"{name}: two backends differ by {found.error:.3g} > {allowed:.3g}")
 
     def findings(self, results: dict[str, Tensor]) -> list[Finding]:
         """The findings on all tensors of one result (those it has)."""

@@ -68,9 +68,7 @@ class Case:
     bias_shape: tuple[int, ...] | None = None
     bias_view: str = "contiguous"  # "transposed", "padded", "expanded", "linear"
     bias_holes: bool = False  # some entries, and where possible one whole row, are -inf
-    bias_number: str = (
-        ""  # a mask written as a number: one of NUMBERS, and where it stands, one of PLACES
-    )
+    bias_number: str = ""  # a mask written as a number: one of NUMBERS, and where it stands, one of PLACES
     bias_number_at: str = "last"
     bias_scale: float = 1.0  # the standard deviation of a bias in fp32
     weight_shape: tuple[int, ...] | None = None
@@ -78,15 +76,13 @@ class Case:
     # "none"; "rows": all weights of the first batch member, or head; "subnormal": some are too small to count
     weight_zeros: str = "some"
     mask_shape: tuple[int, ...] | None = None
-    mask_kind: str = "random"  # "rows": some rows see nothing; "keys": a tail of keys is hidden; "none": nothing is visible
+    mask_kind: str = (
+        "random"  # "rows": some rows see nothing; "keys": a tail of keys is hidden; "none": nothing is visible
+    )
     mask_view: str = "contiguous"
-    layout: str = (
-        "bhsd"  # of q, and of k, v and dout unless ``layouts`` names theirs: one of LAYOUTS
-    )
+    layout: str = "bhsd"  # of q, and of k, v and dout unless ``layouts`` names theirs: one of LAYOUTS
     layouts: tuple[str, ...] = ()  # of k, v and dout; the last may be one of DOUT_LAYOUTS
-    negated: str = (
-        ""  # the one of q, k, v and dout that torch is to negate when it is read; or none
-    )
+    negated: str = ""  # the one of q, k, v and dout that torch is to negate when it is read; or none
     magnitude: str = "unit"  # or one of MAGNITUDES
     padding: str = "none"  # or one of PADDINGS: which rows are zero
     dout_scale: float = 1.0  # dout and dlse as a mean over many terms makes them

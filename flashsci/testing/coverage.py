@@ -64,9 +64,7 @@ def properties(case: Case) -> list[str]:
 
 def expected(dtype: str, features: bool = True) -> list[str]:
     """The properties that should come up in this dtype; ``features``: biases, too."""
-    found = [
-        f"{name} {layout}" for name, layout in itertools.product(("q", "k", "v", "dout"), LAYOUTS)
-    ]
+    found = [f"{name} {layout}" for name, layout in itertools.product(("q", "k", "v", "dout"), LAYOUTS)]
     found += [f"dout {x}" for x in DOUT_LAYOUTS[len(LAYOUTS) :]]
     found += [f"run with {x}" for x in EXECUTIONS]
     found += ["softcap far above", "scale zero", "scale negative", "scale tiny"]

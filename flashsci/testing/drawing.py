@@ -69,9 +69,7 @@ def draw_case(
     case = Case(
         variant=variant,
         seed=choices.integer(0, 2**31 - 1),
-        dropout_p=choices.one_of((0.2, 0.5))
-        if variant.dropout
-        else 0.0,  # 1 / (1 - p) is exact in every dtype
+        dropout_p=choices.one_of((0.2, 0.5)) if variant.dropout else 0.0,  # 1 / (1 - p) is exact in every dtype
         layout=choices.one_of(LAYOUTS),
         heads_k=choices.one_of((1, 1, 2, 3)),
         group=choices.one_of((1, 1, 2, 4)),
@@ -138,14 +136,10 @@ def _draw_dense(choices: Choices, case: Case, lengths: Sequence[int], score_limi
     return replace(
         case,
         bias_shape=broadcast(case.variant.bias),
-        bias_view=choices.one_of((*views, "linear", "linear"))
-        if case.variant.bias
-        else "contiguous",
+        bias_view=choices.one_of((*views, "linear", "linear")) if case.variant.bias else "contiguous",
         mask_shape=broadcast(choices.one_of(("pair", "key")) if case.variant.mask else None),
         mask_view=choices.one_of(views) if case.variant.mask else "contiguous",
-        mask_kind=choices.one_of(("random", "rows", "keys", "none"))
-        if case.variant.mask
-        else "random",
+        mask_kind=choices.one_of(("random", "rows", "keys", "none")) if case.variant.mask else "random",
     )
 
 
@@ -154,10 +148,7 @@ def _draw_packed(choices: Choices, case: Case, lengths: Sequence[int], score_lim
     lens_q = tuple(choices.one_of(lengths) for _ in range(count))
     same = choices.integer(0, 1) == 1
     lens_k = lens_q if same else tuple(choices.one_of(lengths) for _ in range(count))
-    while (
-        case.heads_q * sum(a * b for a, b in zip(lens_q, lens_k, strict=True)) > score_limit
-        and len(lens_q) > 1
-    ):
+    while case.heads_q * sum(a * b for a, b in zip(lens_q, lens_k, strict=True)) > score_limit and len(lens_q) > 1:
         lens_q, lens_k = lens_q[1:], lens_k[1:]
     shape: tuple[int, ...] | None = None
     if case.variant.bias:
@@ -182,9 +173,7 @@ def _draw_packed(choices: Choices, case: Case, lengths: Sequence[int], score_lim
     )
 
 
-def generate(
-    seed: int, count: int, pool: Sequence[Variant] | None = None, **limits: Any
-) -> Iterator[Case]:
+def generate(seed: int, count: int, pool: Sequence[Variant] | None = None, **limits: Any) -> Iterator[Case]:
     """``count`` cases of a seeded generator; ``pool`` and ``limits`` as in :func:`draw_case`.
 
     Examples:

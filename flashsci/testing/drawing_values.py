@@ -73,9 +73,7 @@ def draw_values(choices: Choices, case: Case) -> Case:
         bias_scale=choices.one_of((1.0, 1.0, 10.0, 100.0)) if variant.bias_float else 1.0,
     )
     if choices.integer(0, 1):
-        case = replace(
-            case, bias_number=choices.one_of(NUMBERS), bias_number_at=choices.one_of(PLACES)
-        )
+        case = replace(case, bias_number=choices.one_of(NUMBERS), bias_number_at=choices.one_of(PLACES))
     return case
 
 
@@ -104,8 +102,6 @@ def draw_second_order(choices: Choices, case: Case) -> Case:
         return case
     return replace(
         case,
-        precision=choices.one_of((None, None, "ieee", "tf32", "tf32x3"))
-        if case.variant.dtype == "float32"
-        else None,
+        precision=choices.one_of((None, None, "ieee", "tf32", "tf32x3")) if case.variant.dtype == "float32" else None,
         tangent_magnitude=choices.one_of(("unit", "unit", "unit", "offset")),
     )

@@ -14,9 +14,7 @@ from flashsci.testing.inputs import Inputs
 LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
 
 
-def evaluate(
-    inputs: Inputs, backend: str = "auto", lse: bool = True, **options: Any
-) -> dict[str, Tensor]:
+def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options: Any) -> dict[str, Tensor]:
     """out, lse and the gradients of one call, by name (see TENSORS), by the backend asked for and never another.
 
     Args:
@@ -32,9 +30,7 @@ def evaluate(
 
     lse = not inputs.residual and (lse or inputs.dlse is not None)
     learning = inputs.has_gradients
-    leaves: dict[str, Tensor] = {
-        n: getattr(inputs, n).detach().requires_grad_(learning) for n in ("q", "k", "v")
-    }
+    leaves: dict[str, Tensor] = {n: getattr(inputs, n).detach().requires_grad_(learning) for n in ("q", "k", "v")}
     learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True}
     for name, learnt in learnt_of.items():
         x = getattr(inputs, name)
@@ -57,9 +53,7 @@ def evaluate(
             if inputs.residual:
                 return flashsci.residual_attention(q, k, v, **given)
             if inputs.cu_seqlens_q is not None:
-                result = flashsci.varlen_attention(
-                    q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given
-                )
+                result = flashsci.varlen_attention(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given)
             else:
                 result = flashsci.attention(q, k, v, mask=inputs.mask, **given)
         return result if lse else (result,)
@@ -96,9 +90,7 @@ def evaluate(
             found.update(zip(wanted, gradients, strict=True))
         else:
             cotangents = [x.detach().requires_grad_() for x in cotangents]
-            gradients = torch.autograd.grad(
-                ends, list(wanted.values()), cotangents, create_graph=True
-            )
+            gradients = torch.autograd.grad(ends, list(wanted.values()), cotangents, create_graph=True)
             found.update(zip(wanted, gradients, strict=True))
             found.update(_second_order(inputs, wanted, found, cotangents))
             found.update(_forward_mode(inputs, tensors, call))
@@ -146,17 +138,14 @@ def _second_order(
     inputs: Inputs, leaves: dict[str, Tensor], found: dict[str, Tensor], cotangents: list[Tensor]
 ) -> dict[str, Tensor]:
     """Gradients of <tangents, first gradients> by every tensor that can have one."""
-    chosen = [
-        (found[f"d{n[1:]}"], t.to(found[f"d{n[1:]}"].dtype)) for n, t in inputs.tangents.items()
-    ]
+    chosen = [(found[f"d{n[1:]}"], t.to(found[f"d{n[1:]}"].dtype)) for n, t in inputs.tangents.items()]
     wanted = {f"g{n[1:]}": x for n, x in leaves.items()}
     wanted.update(zip(("gdout", "gdlse"), cotangents, strict=False))
     gradients = torch.autograd.grad(
         [x for x, _ in chosen], list(wanted.values()), [t for _, t in chosen], allow_unused=True
     )
     return {
-        name: torch.zeros_like(x) if g is None else g
-        for (name, x), g in zip(wanted.items(), gradients, strict=True)
+        name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(wanted.items(), gradients, strict=True)
     }
 
 
@@ -177,6 +166,5 @@ def _forward_mode(inputs: Inputs, tensors: list[Tensor | None], call: Any) -> di
         results = dict(zip(("tout", "tlse"), call(*duals), strict=False))
         tangents = {name: (forward_ad.unpack_dual(x), x) for name, x in results.items()}
         return {
-            name: torch.zeros_like(x) if pair.tangent is None else pair.tangent
-            for name, (pair, x) in tangents.items()
+            name: torch.zeros_like(x) if pair.tangent is None else pair.tangent for name, (pair, x) in tangents.items()
         }

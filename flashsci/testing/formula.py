@@ -267,9 +267,7 @@ class Formula:
         self.values: dict[str, Tensor]
         self.coarse: dict[str, Tensor]
         self.fine: dict[str, Tensor]
-        self.subnormal: dict[
-            str, Tensor
-        ]  # roundings of the results whose products have such factors
+        self.subnormal: dict[str, Tensor]  # roundings of the results whose products have such factors
 
         self.heads = Heads(b)
         self.k, self.v = self.heads.per_query(b.k), self.heads.per_query(b.v)
@@ -299,9 +297,7 @@ class Formula:
         """dq, dk, dv."""
         b, per_key, scale = self.b, self.heads.per_key, abs(self.b.scale)
         q_abs, k_abs = b.q.abs(), self.k.abs()
-        self._store(
-            "dq", b.scale * (g.da @ self.k), scale * (g.da_abs @ k_abs), scale * (g.da_fine @ k_abs)
-        )
+        self._store("dq", b.scale * (g.da @ self.k), scale * (g.da_abs @ k_abs), scale * (g.da_fine @ k_abs))
         self._store(
             "dk",
             per_key(b.scale * (turn(g.da) @ b.q)),

@@ -121,9 +121,7 @@ class Scores:
             spread = self.raw_abs.clamp(max=2 * softcap / (ROUNDINGS * internal))
         terms = spread + self.capped.abs() + self.bias.abs()
         terms = terms + self.alibi.abs() + self.scores.abs() + self.lse.abs()
-        return torch.where(self.visible, terms, zero) + torch.where(
-            self.w > 0, self.log_w.abs(), zero
-        )
+        return torch.where(self.visible, terms, zero) + torch.where(self.w > 0, self.log_w.abs(), zero)
 
     def before_normalising(self, keep: Tensor, sink: bool) -> Tensor:
         """P as kernels may round it, before it is divided by the sum of its row; they compute no sink."""
@@ -167,9 +165,7 @@ class LooseRows:
         """The possible size of P without key weights in loose rows; None if there are none."""
         if self.worst is None:
             return None
-        grown = (
-            torch.where(s.visible, s.scores - lse, -torch.inf).detach() + self.error + self.worst
-        )
+        grown = torch.where(s.visible, s.scores - lse, -torch.inf).detach() + self.error + self.worst
         most = torch.where(s.w > 0, 1 / s.w, torch.inf)
         most = torch.minimum(torch.exp(grown.clamp(max=600)), most)
         most = torch.where(self.far & s.visible, torch.maximum(most, bare), most.new_zeros(()))

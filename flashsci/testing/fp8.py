@@ -222,9 +222,7 @@ def make_fp8_inputs(case: FP8Case, device: torch.device | str = "cpu") -> FP8Inp
         if kind != "none":
             powers = torch.rand(_scale_shape(case, kind, rows, count), generator=random) * 2 - 1
             scale = powers.exp2() / size * (case.sharp if name == "q" else 1.0)
-            options[f"{name}_scale"] = embed(
-                scale.to(device), pad={scale.dim() - 1: 1} if scale.dim() else None
-            )
+            options[f"{name}_scale"] = embed(scale.to(device), pad={scale.dim() - 1: 1} if scale.dim() else None)
     if variant.packed:
         for name, lens in (("cu_seqlens_q", case.lens_q), ("cu_seqlens_k", case.lens_k)):
             edges = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32)
@@ -287,17 +285,13 @@ def fp8_variants(count: int = 28) -> tuple[FP8Variant, ...]:
     return tuple(found)
 
 
-def draw_fp8(
-    choices: Choices, pool: tuple[FP8Variant, ...] | None = None, longest: int = 700
-) -> FP8Case:
+def draw_fp8(choices: Choices, pool: tuple[FP8Variant, ...] | None = None, longest: int = 700) -> FP8Case:
     """A case from choices: dense or packed, any lengths, scales of every kind for each of q, k and v."""
     variant = choices.one_of(fp8_variants() if pool is None else pool)
     count = choices.integer(1, 5) if variant.packed else 1
     lens_q, lens_k = (
         tuple(
-            choices.one_of(
-                (1, 63, 64, 65, choices.integer(1, longest), choices.integer(1, longest))
-            )
+            choices.one_of((1, 63, 64, 65, choices.integer(1, longest), choices.integer(1, longest)))
             if choices.integer(0, 9)
             else 0
             for _ in range(count)

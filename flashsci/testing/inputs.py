@@ -81,9 +81,7 @@ class Inputs:
             dout=cast(self.dout),
             dlse=cast(self.dlse),
             dscores=cast(self.dscores),
-            tangents={
-                n: x.detach().to(dtype or x.dtype).contiguous() for n, x in self.tangents.items()
-            },
+            tangents={n: x.detach().to(dtype or x.dtype).contiguous() for n, x in self.tangents.items()},
         )
 
     def on(self, device: torch.device | str) -> Inputs:

@@ -244,9 +244,7 @@ class _Maker:
             turned = {n: found[n] if packed else found[n].transpose(-2, -3) for n in joint}
             dtype = self.case.variant.torch_dtype
             whole = torch.cat([x.flatten(-2) for x in turned.values()], -1).to(dtype)
-            parts = embed(self.sent(whole)).split(
-                [x.shape[-2] * x.shape[-1] for x in turned.values()], -1
-            )
+            parts = embed(self.sent(whole)).split([x.shape[-2] * x.shape[-1] for x in turned.values()], -1)
             for (name, x), part in zip(turned.items(), parts, strict=True):
                 view = part.unflatten(-1, x.shape[-2:])
                 found[name] = (view if packed else view.transpose(-2, -3)).detach()
@@ -256,11 +254,7 @@ class _Maker:
         """x in the inputs' dtype, in poisoned memory, in the case's layout for the tensor ``name``."""
         x = self.sent(x.to(self.case.variant.torch_dtype))
         # As in the imaginary part of a conjugate: memory holds -x, and torch knows.
-        return (
-            torch._neg_view(self.laid_out(-x, name))
-            if name == self.case.negated
-            else self.laid_out(x, name)
-        )
+        return torch._neg_view(self.laid_out(-x, name)) if name == self.case.negated else self.laid_out(x, name)
 
     def laid_out(self, x: Tensor, name: str) -> Tensor:
         rank = x.dim()
@@ -386,9 +380,7 @@ class _Maker:
         if case.weight_zeros != "none" and near:
             hidden = self.uniform(case.weight_shape) < 0.25
             small = torch.tensor(SUBNORMAL if case.weight_zeros == "subnormal" else (0.0,))
-            weight[hidden] = small[torch.arange(weight.numel()) % len(small)].view_as(weight)[
-                hidden
-            ]
+            weight[hidden] = small[torch.arange(weight.numel()) % len(small)].view_as(weight)[hidden]
         if case.weight_zeros == "rows" and weight.dim() > 1 and weight.numel():
             weight[0] = 0
         if case.variant.key_weight == "inputs":

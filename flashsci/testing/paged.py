@@ -166,20 +166,12 @@ class PagedInputs:
         dims, device = (self.k_cache.shape[-1], self.v_cache.shape[-1]), self.q.device
         joint = torch.zeros(pages, heads, page, sum(dims), device=device).to(self.k_cache.dtype)
         slots = torch.randperm(pages * page, generator=random)[: pages * page // 2 + 1]
-        slots[::7] = torch.tensor((-1, pages * page, -(2**40), 2**40)).repeat(len(slots))[
-            : len(slots[::7])
-        ]
+        slots[::7] = torch.tensor((-1, pages * page, -(2**40), 2**40)).repeat(len(slots))[: len(slots[::7])]
         new = 100 * torch.randn(len(slots) + 1, heads, sum(dims), generator=random)
         key, value = new.to(device, self.q.dtype).split(dims, -1)
-        scales = {
-            n: s[0] if s.dim() == 2 else s
-            for n, s in self.options.items()
-            if n in ("k_scale", "v_scale")
-        }
+        scales = {n: s[0] if s.dim() == 2 else s for n, s in self.options.items() if n in ("k_scale", "v_scale")}
         k_cache, v_cache = joint.transpose(1, 2).split(dims, -1)
-        flashsci.write_kv_cache(
-            key, value, k_cache, v_cache, slots.to(device), **scales, backend=backend
-        )
+        flashsci.write_kv_cache(key, value, k_cache, v_cache, slots.to(device), **scales, backend=backend)
         return joint.view(torch.uint8)
 
     def judge(self, fused: bool) -> PagedJudge:
@@ -377,9 +369,7 @@ def draw_paged(
     kind = choices.one_of(("decode", "few", "prefill", "mixed", "mixed"))
     lens_q, lens_k = [], []
     for _ in range(choices.integer(1, 6)):
-        used = choices.one_of(
-            (0, 1, 15, 16, 17, choices.integer(1, longest_k), choices.integer(1, longest_k))
-        )
+        used = choices.one_of((0, 1, 15, 16, 17, choices.integer(1, longest_k), choices.integer(1, longest_k)))
         new = {
             "decode": 1,
             "few": choices.integer(1, 8),

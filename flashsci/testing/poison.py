@@ -44,9 +44,7 @@ def embed(
     count = 1
     for size in sizes:
         count *= size
-    buffer = torch.full(
-        (count + 2 * GUARD + offset,), poison_value(x.dtype), dtype=x.dtype, device=x.device
-    )
+    buffer = torch.full((count + 2 * GUARD + offset,), poison_value(x.dtype), dtype=x.dtype, device=x.device)
     view = buffer[GUARD + offset :][:count].view(sizes)
     inverse = [list(order).index(d) for d in range(x.dim())]
     view = view.permute(inverse)
@@ -72,10 +70,7 @@ def poisoned_memory(cuda_bytes: int = 1 << 28) -> Iterator[None]:
     fill = switches.fill_uninitialized_memory
     try:
         if torch.cuda.is_available() and cuda_bytes:
-            blocks = [
-                torch.full((cuda_bytes >> shift,), torch.nan, device="cuda")
-                for shift in (3, 7, 11, 15, 19)
-            ]
+            blocks = [torch.full((cuda_bytes >> shift,), torch.nan, device="cuda") for shift in (3, 7, 11, 15, 19)]
             del blocks
         torch.use_deterministic_algorithms(True, warn_only=True)
         switches.fill_uninitialized_memory = True

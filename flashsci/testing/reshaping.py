@@ -179,16 +179,12 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
     return with_inner_heads(choices, case) if inner_heads else case
 
 
-def _spread(
-    shape: tuple[int, ...] | None, before: tuple[int, ...], after: tuple[int, ...]
-) -> tuple[int, ...] | None:
+def _spread(shape: tuple[int, ...] | None, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape with which a tensor that broadcast to ``before`` broadcasts to ``after`` in the same way."""
     if shape is None:
         return None
     old, new = before[len(before) - len(shape) :], after[len(after) - len(shape) :]
-    return tuple(
-        1 if n == 1 and (m != 1 or k == 1) else k for n, m, k in zip(shape, old, new, strict=True)
-    )
+    return tuple(1 if n == 1 and (m != 1 or k == 1) else k for n, m, k in zip(shape, old, new, strict=True))
 
 
 def _length_class(n: int) -> tuple[bool, int, bool]:

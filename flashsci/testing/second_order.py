@@ -37,9 +37,7 @@ class Sized(NamedTuple):
     def plus(self, other: Sized, sign: int = 1) -> Sized:
         coarse = self.coarse + other.coarse
         loose = _added(self.loose, other.loose)
-        return Sized(
-            self.value + sign * other.value, coarse, self.fine + other.fine + coarse, loose
-        )
+        return Sized(self.value + sign * other.value, coarse, self.fine + other.fine + coarse, loose)
 
     def minus(self, other: Sized) -> Sized:
         return self.plus(other, -1)

@@ -112,9 +112,7 @@ def judged(
     return [functools.partial(judge, c, t) for c, t in itertools.product(cases, dtypes)]
 
 
-def require(
-    backend: str, device: torch.device, *cases: Case, dtypes: Sequence[str] = DTYPES
-) -> None:
+def require(backend: str, device: torch.device, *cases: Case, dtypes: Sequence[str] = DTYPES) -> None:
     """Require all criteria for every case in every dtype that the backend takes.
 
     Raises:
@@ -233,9 +231,7 @@ for _layout, _dtypes in (
 def negated_when_read(backend: str, device: torch.device) -> None:
     """Tensors whose memory holds their negative, as the imaginary part of a conjugate does."""
     case = Case(seed=8, lead=(2,), heads_k=2, seq_q=9, seq_k=12)
-    packed = Case(
-        seed=8, variant=Variant(varlen=True), rank=3, lead=(), lens_q=(4, 3), lens_k=(5, 2)
-    )
+    packed = Case(seed=8, variant=Variant(varlen=True), rank=3, lead=(), lens_q=(4, 3), lens_k=(5, 2))
     one_each = zip((case, case, packed, case), ("q", "k", "v", "dout"), DTYPES * 2, strict=False)
     parts = (judged(backend, device, replace(c, negated=n), dtypes=(t,)) for c, n, t in one_each)
     each_served(itertools.chain.from_iterable(parts))
@@ -258,9 +254,7 @@ def other_tensors_of_a_known_signature(backend: str, device: torch.device) -> No
         bias_shape=(1, 2, 20, 24),
         mask_shape=(2, 1, 1, 24),
     )
-    packed = replace(
-        case, variant=Variant(varlen=True), rank=3, lead=(), lens_q=(9, 5), lens_k=(4, 8)
-    )
+    packed = replace(case, variant=Variant(varlen=True), rank=3, lead=(), lens_q=(9, 5), lens_k=(4, 8))
     each_served(
         functools.partial(twice, replace(c, variant=replace(c.variant, dtype=dtype)))
         for c, dtype in itertools.product((case, biased, packed), DTYPES)
@@ -288,9 +282,7 @@ def nan_stays_in_its_packed_sequence(backend: str, device: torch.device) -> None
     stays_in_its_sequence(backend, device, Case(seed=7, variant=Variant(varlen=True)), DTYPES)
 
 
-def stays_in_its_sequence(
-    backend: str, device: torch.device, case: Case, dtypes: Sequence[str]
-) -> None:
+def stays_in_its_sequence(backend: str, device: torch.device, case: Case, dtypes: Sequence[str]) -> None:
     """NaN in the second of four packed sequences changes no bit of the others, in each of these dtypes."""
     lens = (9, 30, 0, 17)
     case = replace(case, rank=3, lead=(), heads_k=2, lens_q=lens, lens_k=lens)
@@ -308,9 +300,7 @@ def stays_in_its_sequence(
             if name in ("lse", "tlse"):
                 x, y = x.t(), y.t()
             for part in (slice(0, 9), slice(39, None)):
-                assert torch.equal(x[part], y[part]), (
-                    f"{name}, {dtype}: NaN of one sequence reached another"
-                )
+                assert torch.equal(x[part], y[part]), f"{name}, {dtype}: NaN of one sequence reached another"
 
     each_served(functools.partial(poisoned, dtype) for dtype in dtypes)
 
@@ -364,9 +354,7 @@ def more_than_two_billion_elements(backend: str, device: torch.device, dtype: st
     q, k, v, dout = (_randn(batch, 1, seq, dim, device=device, dtype=dtype) for _ in range(4))
     found = evaluate(Inputs(q, k, v, dout=dout), backend)
     ends = torch.tensor([0, 1, batch // 2, batch - 2, batch - 1], device=device)
-    Judge(Inputs(q[ends], k[ends], v[ends], dout=dout[ends])).require(
-        {name: x[ends] for name, x in found.items()}
-    )
+    Judge(Inputs(q[ends], k[ends], v[ends], dout=dout[ends])).require({name: x[ends] for name, x in found.items()})
 
 
 @trap(cuda=True, gigabytes=40, slow=True, one_of=HALVES)
@@ -383,9 +371,7 @@ def bias_of_more_than_two_billion_elements(backend: str, device: torch.device, d
 
 
 @trap(cuda=True, gigabytes=20, slow=True, one_of=HALVES)
-def strides_of_more_than_two_billion_elements(
-    backend: str, device: torch.device, dtype: str
-) -> None:
+def strides_of_more_than_two_billion_elements(backend: str, device: torch.device, dtype: str) -> None:
     """Two batches 2^31 elements apart, and rows far apart, in one NaN-filled buffer."""
     buffer = torch.full((2**31 + 2**20,), torch.nan, device=device, dtype=getattr(torch, dtype))
     for strides in ((2**31, 2**14, 64, 1), (2**15, 2**14, (2**31 - 2**16) // 70, 1)):
@@ -420,9 +406,7 @@ def garbage_offsets(backend: str, device: torch.device, dtype: str) -> None:
     )
     inputs = make_inputs(case, device)
     for known in (True, False):
-        options = (
-            inputs.options if known else dict(inputs.options, max_seqlen_q=None, max_seqlen_k=None)
-        )
+        options = inputs.options if known else dict(inputs.options, max_seqlen_q=None, max_seqlen_k=None)
         for values in (
             (0, 150, 20, 200),
             (0, -7, 2**30, 2**31 - 1),

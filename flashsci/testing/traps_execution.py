@@ -33,9 +33,7 @@ def second_device(backend: str, device: torch.device, dtype: str) -> None:
 @trap(cuda=True, one_of=HALVES)
 def side_stream(backend: str, device: torch.device, dtype: str) -> None:
     """Kernels run on the current stream: inputs are written there, late, after a long wait."""
-    case = Case(
-        seed=12, variant=Variant(dtype=dtype, head_dim=64, head_dim_v=64), seq_q=300, seq_k=300
-    )
+    case = Case(seed=12, variant=Variant(dtype=dtype, head_dim=64, head_dim_v=64), seq_q=300, seq_k=300)
     inputs, late = (make_inputs(case, device) for _ in range(2))
 
     def evaluate_late(deterministic: bool) -> dict[str, Tensor]:
@@ -67,18 +65,14 @@ def first_call_of_a_thread(backend: str, device: torch.device, dtype: str) -> No
     """A new thread has no CUDA context yet: the same kernels serve its first call, to the bit."""
     import flashsci
 
-    case = Case(
-        seed=12, variant=Variant(dtype=dtype, head_dim=64, head_dim_v=64), seq_q=300, seq_k=300
-    )
+    case = Case(seed=12, variant=Variant(dtype=dtype, head_dim=64, head_dim_v=64), seq_q=300, seq_k=300)
     inputs = make_inputs(case, device)
     q, k, v = inputs.q, inputs.k, inputs.v
 
     def call() -> list[Tensor]:
         with torch.no_grad(), flashsci.use_backend(backend, strict=True):
             out, lse = flashsci.attention(q, k, v, return_lse=True)
-            gradients = flashsci.attention_backward(
-                inputs.dout, q, k, v, out, lse, deterministic=True
-            )
+            gradients = flashsci.attention_backward(inputs.dout, q, k, v, out, lse, deterministic=True)
         return [out, lse, gradients.dq, gradients.dk, gradients.dv]
 
     expected = call()
@@ -99,9 +93,7 @@ def compiled_in_one_graph(backend: str, device: torch.device, dtype: str) -> Non
     inputs = make_inputs(Case(seed=14, variant=variant, seq_q=13, seq_k=13), device)
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = flashsci.attention(
-            q, k, v, causal=True, return_lse=True, deterministic=True, backend=backend
-        )
+        out, lse = flashsci.attention(q, k, v, causal=True, return_lse=True, deterministic=True, backend=backend)
         return out.float().square().sum() + lse.sin().sum()
 
     torch._dynamo.reset()

@@ -64,9 +64,7 @@ def products_of_tiny_numbers(backend: str, device: torch.device) -> None:
     Powers of two that were taken out of both factors of a product come back together as 2^-150, which is zero,
     although the product is an ordinary number.
     """
-    tiny = Case(
-        seed=61, lead=(2,), heads_k=2, seq_q=17, seq_k=300, magnitude="tiny", dout_scale=1e-12
-    )
+    tiny = Case(seed=61, lead=(2,), heads_k=2, seq_q=17, seq_k=300, magnitude="tiny", dout_scale=1e-12)
     short = replace(tiny, seq_q=20, seq_k=24)
     biased = replace(tiny, variant=Variant(bias="pair", bias_grad=True), bias_shape=(1, 17, 300))
     wide = ("float32", "bfloat16") if device.type == "cuda" else ("float32",)
@@ -81,8 +79,7 @@ def _padded_triangle(backend: str, device: torch.device, scale: float, dtype: st
     generator = torch.Generator().manual_seed(31)
     shape = (1, 128, 128, 4, 32)
     q, k, v, dout = (
-        torch.randn(shape, generator=generator).to(device, getattr(torch, dtype)).transpose(2, 3)
-        for _ in range(4)
+        torch.randn(shape, generator=generator).to(device, getattr(torch, dtype)).transpose(2, 3) for _ in range(4)
     )
     dout = scale * dout
     dout[..., 120:, :] = 0
@@ -118,9 +115,7 @@ def _masked_as_numbers(device: torch.device, order: int) -> Iterator[tuple[Case,
                 lse_grad=i % 3 == 0,
                 tangents=tangents,
             )
-            size = (
-                (70, 152) if full else (18, 37)
-            )  # rows of 16 bytes: Hopper's kernels ask for them
+            size = (70, 152) if full else (18, 37)  # rows of 16 bytes: Hopper's kernels ask for them
             # Whole rows come with padding, whose dout is zero, and without.
             yield (
                 Case(
@@ -155,8 +150,7 @@ def whole_rows_of_numbers_without_dout_add_nothing(backend: str, device: torch.d
     def add_nothing(number: float, dtype: str) -> None:
         generator = torch.Generator().manual_seed(33)
         q, k, v, dout = (
-            torch.randn(2, 2, 48, 32, generator=generator).to(device, getattr(torch, dtype))
-            for _ in range(4)
+            torch.randn(2, 2, 48, 32, generator=generator).to(device, getattr(torch, dtype)) for _ in range(4)
         )
         bias = torch.randn(2, 1, 48, 48, generator=generator).to(device)
         bias[..., 30:, :] += number
@@ -176,10 +170,7 @@ def whole_rows_of_numbers_without_dout_add_nothing(backend: str, device: torch.d
         Judge(rows).require(part)
 
     numbers = (-1e9, -1e30, torch.finfo(torch.float32).min)
-    each_served(
-        functools.partial(add_nothing, number, dtype)
-        for number, dtype in itertools.product(numbers, DTYPES)
-    )
+    each_served(functools.partial(add_nothing, number, dtype) for number, dtype in itertools.product(numbers, DTYPES))
 
 
 @trap(order=2)
@@ -210,9 +201,7 @@ def wide_heads_in_fp32_with_mask_and_dropout(backend: str, device: torch.device)
     """Triton 3.6 compiles the two together into wrong code, unless products are IEEE."""
     cases = []
     for dim, dim_v, softcap in ((256, 256, None), (200, 136, 15.0)):
-        variant = Variant(
-            head_dim=dim, head_dim_v=dim_v, mask=True, dropout=True, softcap=softcap is not None
-        )
+        variant = Variant(head_dim=dim, head_dim_v=dim_v, mask=True, dropout=True, softcap=softcap is not None)
         case = Case(
             seed=36,
             variant=variant,
@@ -302,16 +291,12 @@ def scores_beyond_ten_million(backend: str, device: torch.device) -> None:
         v[..., 5, :], v[..., 7, :], v[..., 9, :] = 1.0, 3.0, 100.0
         q, k, v = (x.to(device, getattr(torch, dtype)) for x in (q, k, v))
         out = evaluate(Inputs(q, k, v), backend, lse=backend != "sdpa")["out"]
-        assert bool((out == 2).all()), (
-            f"{dtype}: two equal maxima give {out.flatten()[:3].tolist()}"
-        )
+        assert bool((out == 2).all()), f"{dtype}: two equal maxima give {out.flatten()[:3].tolist()}"
 
     each_served([*parts, *(functools.partial(two_maxima, dtype) for dtype in dtypes)])
 
 
-def _only_keys(
-    device: torch.device, dtype: str, dim: int, smallest: int, full: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _only_keys(device: torch.device, dtype: str, dim: int, smallest: int, full: bool) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of rows with one key each, with scores from 2^smallest to 2^30 of either sign."""
     rows = 1024 if full else 48
     generator = torch.Generator().manual_seed(39)
@@ -325,9 +310,7 @@ def _only_keys(
 
 def _must_be_one(p: Tensor, what: str) -> None:
     least, most = p.min().item(), p.max().item()
-    assert least >= 0.5 and most <= 2, (
-        f"{what}: P of an only key is {least:.3g} to {most:.3g}, must be 1"
-    )
+    assert least >= 0.5 and most <= 2, f"{what}: P of an only key is {least:.3g} to {most:.3g}, must be 1"
 
 
 @trap()
@@ -363,9 +346,7 @@ def lse_of_other_tensor_cores(backend: str, device: torch.device) -> None:
             out, lse = flashsci.attention(q, k, v, return_lse=True, **options)
             for error in (2.0**-20, -(2.0**-20)):
                 dout = torch.ones_like(out)
-                found = flashsci.attention_backward(
-                    dout, q, k, v, out, lse * (1 + error), **options
-                )
+                found = flashsci.attention_backward(dout, q, k, v, out, lse * (1 + error), **options)
                 _must_be_one(found.dv.float(), f"{dtype}, D {dim}, lse off by {error:.1e}")
 
     dims = (16, 64, 128, 256) if full else (16,)
@@ -380,12 +361,8 @@ def large_bias_of_a_linear(backend: str, device: torch.device) -> None:
     With and without a gradient, which has the layout of the bias.
     """
     full = device.type == "cuda"
-    s, heads = (
-        (144, 14) if full else (12, 3)
-    )  # 14: a tile of heads is not full; 144: nor is the last of keys
-    case = Case(
-        seed=50, lead=(2,), heads_k=heads, seq_q=s, seq_k=s, bias_view="linear", dout_scale=1e-3
-    )
+    s, heads = (144, 14) if full else (12, 3)  # 14: a tile of heads is not full; 144: nor is the last of keys
+    case = Case(seed=50, lead=(2,), heads_k=heads, seq_q=s, seq_k=s, bias_view="linear", dout_scale=1e-3)
     owned, shared = (2, heads, s, s), (1, heads, s, s)
     parts: list[Callable[[], None]] = []
     for shape, wide, learnt in itertools.product((owned, shared), (False, True), (False, True)):

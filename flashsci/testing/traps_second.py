@@ -84,9 +84,7 @@ def tangents_of_rows_of_numbers(backend: str, device: torch.device, dtype: str) 
         bias=bias.to(device),
         dout=torch.ones(2, 2, seq, 16, device=device, dtype=kind),
         dlse=torch.zeros(2, 2, seq, device=device),
-        tangents={
-            n: x.to(device, torch.float32 if n == "tbias" else kind) for n, x in tangents.items()
-        },
+        tangents={n: x.to(device, torch.float32 if n == "tbias" else kind) for n, x in tangents.items()},
         options={"window": (seq // 3, None)},
     )
     found = evaluate(inputs, backend)["tlse"]
@@ -157,9 +155,7 @@ def nan_stays_in_its_packed_sequence_to_second_order(backend: str, device: torch
 
 
 @trap(order=2, slow=True, one_of=("float32", *HALVES))
-def second_order_of_seventy_thousand_batch_heads(
-    backend: str, device: torch.device, dtype: str
-) -> None:
+def second_order_of_seventy_thousand_batch_heads(backend: str, device: torch.device, dtype: str) -> None:
     variant = Variant(dtype, head_dim=8, head_dim_v=8, bias="key", bias_grad=True, tangents=ALL)
     case = Case(seed=24, variant=variant, lead=(17500,), heads_k=4, seq_q=3, seq_k=5)
     inputs = make_inputs(replace(case, bias_shape=(17500, 1, 1, 5)), device)
@@ -171,9 +167,7 @@ def second_order_of_seventy_thousand_batch_heads(
 
 
 @trap(order=2, cuda=True, gigabytes=20, slow=True, one_of=HALVES)
-def second_order_of_strides_beyond_two_billion(
-    backend: str, device: torch.device, dtype: str
-) -> None:
+def second_order_of_strides_beyond_two_billion(backend: str, device: torch.device, dtype: str) -> None:
     buffer = torch.full((2**31 + 2**20,), torch.nan, device=device, dtype=getattr(torch, dtype))
     for strides in ((2**31, 2**14, 64, 1), (2**15, 2**14, (2**31 - 2**16) // 70, 1)):
         x = buffer.as_strided((2, 2, 70, 64), strides)
@@ -217,9 +211,7 @@ def second_order_repeats_bitwise(backend: str, device: torch.device, dtype: str)
     runs = 10 if device.type == "cuda" else 2
     variant = Variant(dtype=dtype, head_dim=64, head_dim_v=64, lse_grad=True, tangents="qkv")
     dense = Case(seed=27, variant=variant, lead=(3,), heads_k=2, group=2, seq_q=257, seq_k=300)
-    biased = replace(
-        variant, bias="pair", bias_grad=True, bias_float=True, dropout=True, tangents=ALL
-    )
+    biased = replace(variant, bias="pair", bias_grad=True, bias_float=True, dropout=True, tangents=ALL)
     lens: dict[str, Any] = {"lens_q": (200, 3, 90), "lens_k": (40, 130, 90)}
     cases = [
         dense,

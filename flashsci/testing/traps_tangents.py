@@ -90,9 +90,7 @@ def forward_mode_of_paged_calls(backend: str, device: torch.device) -> None:
     for name in tensors:
 
         def call(x: Tensor, name: str = name) -> Tensor:
-            given: dict[str, Any] = (
-                {"q": q, "k_cache": k_cache, "v_cache": v_cache} | options | {name: x}
-            )
+            given: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | options | {name: x}
             return flashsci.paged_attention(**given)
 
         carried_or_refused(f"{name} of paged_attention", call, tensors[name])

@@ -49,9 +49,7 @@ def variants(
             key_weight=weights.one_of(("inputs", "float", "float")) if weighted else None,
             key_weight_grad=weighted and weights.integer(1, 4) > 1,
             alibi=features and slopes.integer(1, 8) == 1,
-            sink=(together if weighted else sinks).one_of(
-                (None,) * (1 if weighted else 6) + ("inputs", "float")
-            )
+            sink=(together if weighted else sinks).one_of((None,) * (1 if weighted else 6) + ("inputs", "float"))
             if features
             else None,
             flipped=features and scales.integer(1, 10) == 1,

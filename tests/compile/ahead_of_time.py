@@ -47,8 +47,10 @@ def compiled(launched: list, architecture: int, call: str) -> Iterator[tuple[dic
         source = made.src
         fixed = {kernel.arg_names[path[0]] for path in (*source.constants, *source.attrs)}
         entry = {
-            "call": call, "sizes": sorted(fixed & set(RUNTIME)), "stages": options.get("num_stages", 1),
-        }  # fmt: skip
+            "call": call,
+            "sizes": sorted(fixed & set(RUNTIME)),
+            "stages": options.get("num_stages", 1),
+        }
         yield entry | compile_one(kernel, args, options, architecture), made.asm["ptx"]
     launched.clear()
 

@@ -21,15 +21,11 @@ from tools.bench import page_loads
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-needs_library = pytest.mark.skipif(
-    backend.library_path() is None, reason="flashsci/_C.so was not built"
-)
+needs_library = pytest.mark.skipif(backend.library_path() is None, reason="flashsci/_C.so was not built")
 
 
 def load_resources():
-    spec = importlib.util.spec_from_file_location(
-        "resources", ROOT / "tools" / "kernels" / "resources.py"
-    )
+    spec = importlib.util.spec_from_file_location("resources", ROOT / "tools" / "kernels" / "resources.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["resources"] = module
     spec.loader.exec_module(module)
@@ -48,10 +44,7 @@ def build_manual(folder: Path, archs: str, **environment: str) -> Path:
     output = folder / "_C.so"
     result = subprocess.run(
         ["bash", str(ROOT / "tools" / "kernels" / "build_manual.sh"), str(output)],
-        env=os.environ
-        | hardly_optimised()
-        | {"FA_ARCHS": archs, "PYTHON": sys.executable}
-        | environment,
+        env=os.environ | hardly_optimised() | {"FA_ARCHS": archs, "PYTHON": sys.executable} | environment,
         capture_output=True,
         text=True,
         timeout=1800,
@@ -179,7 +172,9 @@ def test_objects_depend_on_the_digest_of_their_sources(tmp_path):
     command += [f"-D{name}={value}" for name, value in given.items()]
     environment = os.environ | {"FA_ARCHS": "75,80,90"}
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
-    objects = re.findall(r"^build CMakeFiles/(\w+)\.dir/csrc/sm\S+\.o: .*? \| (\S+) ", (tmp_path / "build.ninja").read_text(), re.M)  # fmt: skip
+    objects = re.findall(
+        r"^build CMakeFiles/(\w+)\.dir/csrc/sm\S+\.o: .*? \| (\S+) ", (tmp_path / "build.ninja").read_text(), re.M
+    )
     units = {unit.removeprefix("cuda/").replace("/", "_") for unit in digest.cuda_units(ROOT)}
     assert dict(objects) == {unit: f"generated/digests/{unit}" for unit in units}
 

@@ -117,7 +117,11 @@ def test_a_table_of_what_is_loaded():
     table = Loaded(a=1)
     table["b:c"] = 2
     assert (table["a"], table["b:c"], table.get("d"), "a" in table, "d" in table) == (
-        1, 2, None, True, False,
-    )  # fmt: skip
+        1,
+        2,
+        None,
+        True,
+        False,
+    )
     del table["a"]
     assert "a" not in table and "b:c" in table.copy()

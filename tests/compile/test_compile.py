@@ -66,9 +66,7 @@ def test_opcheck_forward_and_backward(kind):
     out, lse = forward(*tensors, *scalars)
     dlse = torch.randn_like(lse)
     need = 7 if tensors[3] is None else 31
-    torch.library.opcheck(
-        backward, (None, dlse, *tensors, out, lse, *scalars, need), test_utils=CHECKS
-    )
+    torch.library.opcheck(backward, (None, dlse, *tensors, out, lse, *scalars, need), test_utils=CHECKS)
 
 
 def test_what_is_not_needed_is_empty():
@@ -94,9 +92,7 @@ def model(backend):
             self.bias = torch.nn.Parameter(torch.randn(2, 1, 1))
 
         def forward(self, x):
-            q, k, v = (
-                y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.project(x).chunk(3, -1)
-            )
+            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
             out = flashsci.attention(
                 q,
                 k,
@@ -111,9 +107,7 @@ def model(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_module_with_a_bias_parameter_compiles_whole(backend, compiler):
     """torch.compile(fullgraph=True): no graph break, forward and gradients as in eager mode."""
     torch._dynamo.reset()
@@ -122,9 +116,7 @@ def test_module_with_a_bias_parameter_compiles_whole(backend, compiler):
     wanted = torch.autograd.grad(truth.square().sum(), (x, *block.parameters()))
     out = torch.compile(block, fullgraph=True, backend=compiler)(x)
     torch.testing.assert_close(out, truth)
-    for a, b in zip(
-        torch.autograd.grad(out.square().sum(), (x, *block.parameters())), wanted, strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(out.square().sum(), (x, *block.parameters())), wanted, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -160,9 +152,7 @@ def test_autocast_compiles():
 def test_second_derivative_of_a_compiled_call_raises():
     torch._dynamo.reset()
     q, k, v = (draw(1, 2, 5, 8) for _ in range(3))
-    call = torch.compile(
-        lambda q: flashsci.attention(q, k, v, backend="triton"), fullgraph=True, backend="aot_eager"
-    )
+    call = torch.compile(lambda q: flashsci.attention(q, k, v, backend="triton"), fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError):
         (slope,) = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
         torch.autograd.grad(slope.square().sum(), k)

@@ -12,9 +12,7 @@ from flashsci.testing import poisoned_memory
 from tests.support.everywhere import BACKENDS, DEVICE, GPU, backends
 
 pytestmark = pytest.mark.usefixtures("loaded")
-dtypes = pytest.mark.parametrize(
-    "dtype", [torch.float32, *([torch.bfloat16, torch.float16] if GPU else [])]
-)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16, torch.float16] if GPU else [])])
 
 
 # batch, query heads, key heads, queries, keys
@@ -48,8 +46,7 @@ def test_nothing_to_attend(backend, dtype, what, kind):
     b, h, hk, m, n = EMPTY[what]
     lse = backend != "sdpa"
     q, k, v = (
-        torch.randn(s, device=DEVICE).to(dtype).requires_grad_()
-        for s in ((b, h, m, 16), (b, hk, n, 16), (b, hk, n, 8))
+        torch.randn(s, device=DEVICE).to(dtype).requires_grad_() for s in ((b, h, m, 16), (b, hk, n, 16), (b, hk, n, 8))
     )
     inputs, shape = [q, k, v], BIASES[kind](b, h, m, n)
     bias = None if shape is None else torch.randn(shape, device=DEVICE).requires_grad_()
@@ -79,36 +76,25 @@ def test_nothing_to_attend(backend, dtype, what, kind):
         again = flashsci.attention(*plain[:3], bias=None if bias is None else plain[3], **options)
         ends = [again] if row is None else list(again)
         found = torch.autograd.grad(ends, plain, [x.detach() for x in upstream], allow_unused=True)
-        assert all(
-            g is not None and g.shape == x.shape and g.eq(0).all()
-            for x, g in zip(plain, found, strict=True)
-        )
+        assert all(g is not None and g.shape == x.shape and g.eq(0).all() for x, g in zip(plain, found, strict=True))
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("sdpa", "cuda")])
 @pytest.mark.parametrize("what", EMPTY)
 def test_nothing_to_weigh(backend, what):
     b, h, hk, m, n = EMPTY[what]
-    tensors = [
-        torch.randn(s, device=DEVICE) for s in ((b, h, m, 16), (b, hk, n, 16), (b, hk, n, 8))
-    ]
+    tensors = [torch.randn(s, device=DEVICE) for s in ((b, h, m, 16), (b, hk, n, 16), (b, hk, n, 8))]
     for shape in ((1, 1, n), (b, hk, n), (1, 1, 1)):
         weight = torch.rand(shape, device=DEVICE, requires_grad=True)
         with poisoned_memory():
-            out, lse = flashsci.attention(
-                *tensors, key_weight=weight, return_lse=True, backend=backend
-            )
-            (gradient,) = torch.autograd.grad(
-                [out, lse], weight, [torch.randn_like(out), torch.randn_like(lse)]
-            )
+            out, lse = flashsci.attention(*tensors, key_weight=weight, return_lse=True, backend=backend)
+            (gradient,) = torch.autograd.grad([out, lse], weight, [torch.randn_like(out), torch.randn_like(lse)])
         assert gradient.shape == shape and gradient.eq(0).all()
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "sdpa"])
 @dtypes
-@pytest.mark.parametrize(
-    "lengths", [([], []), ([0, 0], [0, 0]), ([3, 0], [0, 4]), ([0], [5]), ([5], [0])]
-)
+@pytest.mark.parametrize("lengths", [([], []), ([0, 0], [0, 0]), ([3, 0], [0, 4]), ([0], [5]), ([5], [0])])
 def test_packed_sequences_without_pairs(backend, dtype, lengths):
     """No sequences, empty ones, queries without keys and keys without queries."""
     offsets = [torch.tensor([0, *x], device=DEVICE).cumsum(0).to(torch.int32) for x in lengths]
@@ -117,12 +103,8 @@ def test_packed_sequences_without_pairs(backend, dtype, lengths):
         for x, h, d in ((lengths[0], 4, 16), (lengths[1], 2, 16), (lengths[1], 2, 8))
     )
     with poisoned_memory():
-        out, lse = flashsci.varlen_attention(
-            q, k, v, *offsets, return_lse=True, deterministic=False, backend=backend
-        )
-        found = torch.autograd.grad(
-            [out, lse], (q, k, v), [torch.randn_like(out), torch.randn_like(lse)]
-        )
+        out, lse = flashsci.varlen_attention(q, k, v, *offsets, return_lse=True, deterministic=False, backend=backend)
+        found = torch.autograd.grad([out, lse], (q, k, v), [torch.randn_like(out), torch.randn_like(lse)])
     assert out.shape == (len(q), 4, 8) and out.eq(0).all() and lse.eq(-math.inf).all()
     assert all(g.shape == x.shape and g.eq(0).all() for x, g in zip((q, k, v), found, strict=True))
 
@@ -130,9 +112,7 @@ def test_packed_sequences_without_pairs(backend, dtype, lengths):
 # Views of a vector: what the memory between and behind its elements holds must not matter.
 VIEWS = {
     "every second": lambda x, junk: torch.stack([x, torch.full_like(x, junk)], 1).flatten()[::2],
-    "a column": lambda x, junk: torch.stack(
-        [torch.full_like(x, junk), x, torch.full_like(x, junk)], 1
-    )[:, 1],
+    "a column": lambda x, junk: torch.stack([torch.full_like(x, junk), x, torch.full_like(x, junk)], 1)[:, 1],
     "an offset": lambda x, junk: torch.cat([torch.full_like(x, junk), x])[len(x) :],
 }
 
@@ -208,6 +188,4 @@ def test_seeds_that_are_views(backend, view):
 
     for a, b in zip(results(odd), results(seed), strict=True):
         torch.testing.assert_close(a, b)
-    assert torch.equal(
-        flashsci.dropout_mask(odd, 0.5, (6, 7)), flashsci.dropout_mask(seed, 0.5, (6, 7))
-    )
+    assert torch.equal(flashsci.dropout_mask(odd, 0.5, (6, 7)), flashsci.dropout_mask(seed, 0.5, (6, 7)))

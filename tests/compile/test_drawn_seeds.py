@@ -10,9 +10,7 @@ import flashsci
 from tests.support.everywhere import DEVICE
 
 backends = pytest.mark.parametrize("backend", ["reference", "triton"])
-compilers = pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+compilers = pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +50,13 @@ def test_what_a_compiler_recomputes_drops_the_same(backend, compiler, inside, bu
 def test_an_eager_checkpoint_drops_the_same(backend, reentrant):
     """With torch's default preserve_rng_state=True; without it a drawn seed is another, as torch's own dropout is."""
     call = dropping(backend)
-    torch.testing.assert_close(
-        *entries(lambda *x: checkpoint(call, *x, use_reentrant=reentrant)), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(*entries(lambda *x: checkpoint(call, *x, use_reentrant=reentrant)), rtol=1e-4, atol=1e-5)
     seed = torch.tensor([1, 2], device=DEVICE)
     given = lambda q, k, v: flashsci.attention(  # noqa: E731
         q, k, v, dropout_p=0.5, dropout_seed=seed, backend=backend
     )
     options = dict(use_reentrant=reentrant, preserve_rng_state=False)
-    torch.testing.assert_close(
-        *entries(lambda *x: checkpoint(given, *x, **options)), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(*entries(lambda *x: checkpoint(given, *x, **options)), rtol=1e-4, atol=1e-5)
 
 
 @compilers

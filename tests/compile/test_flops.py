@@ -42,7 +42,7 @@ def test_dense_calls_count_as_sdpa(backend):
 
 def test_residual_calls_count_as_sdpa():
     q, k, v = draw(2, 4, 8, 16), draw(2, 4, 12, 16), draw(2, 4, 12, 16)
-    due = sdpa_flop_count(q.shape, k.shape, v.shape), sdpa_backward_flop_count(q.shape, q.shape, k.shape, v.shape)  # fmt: skip
+    due = sdpa_flop_count(q.shape, k.shape, v.shape), sdpa_backward_flop_count(q.shape, q.shape, k.shape, v.shape)
     assert counted(lambda *x: flashsci.residual_attention(*x, backend="triton"), q, k, v) == due
 
 
@@ -65,7 +65,7 @@ def test_paged_calls_count_what_is_used():
     def call(backend):
         return flashsci.paged_attention(
             q, cache, cache, block_table=table, seqused_k=used, cu_seqlens_q=offsets, backend=backend
-        )  # fmt: skip
+        )
 
     for backend in ("reference", "triton"):
         call(backend)

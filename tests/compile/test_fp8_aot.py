@@ -38,7 +38,7 @@ def run(torch, host, dims, queries, options) -> None:
         if not options.get("blocks", True):
             return torch.ones(())
         rows = x.shape[-2]
-        return torch.ones(rows // 128 + 3, len(x)) if packed else torch.ones(*x.shape[:-2], -(-rows // 128))  # fmt: skip
+        return torch.ones(rows // 128 + 3, len(x)) if packed else torch.ones(*x.shape[:-2], -(-rows // 128))
 
     scalars = host.FP8Scalars(
         -1, -1, 0.1, options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", -1),

@@ -38,25 +38,30 @@ DENSE = {
     "causal": (lambda b, q, k, v: A(q, k, v, causal=True, backend=b), lambda: rows(8), lambda: rows(11)),
     "ranks apart": (
         lambda b, q, k, v: A(q, k, v, backend=b),
-        lambda: (draw(3, 2, 4, 16), draw(1, 2, 4, 16), draw(2, 4, 16)), lambda: (draw(5, 2, 4, 16), draw(1, 2, 4, 16), draw(2, 4, 16)),
+        lambda: (draw(3, 2, 4, 16), draw(1, 2, 4, 16), draw(2, 4, 16)),
+        lambda: (draw(5, 2, 4, 16), draw(1, 2, 4, 16), draw(2, 4, 16)),
     ),
     "bias": (
         lambda b, q, k, v, m: A(q, k, v, bias=m, backend=b),
-        lambda: (*rows(8), draw(8, 8)), lambda: (*rows(9), draw(9, 9)),
+        lambda: (*rows(8), draw(8, 8)),
+        lambda: (*rows(9), draw(9, 9)),
     ),
     "bias with inner heads": (
         lambda b, q, k, v, m: A(q, k, v, bias=m.permute(0, 3, 1, 2), backend=b),
-        lambda: (*rows(8), draw(1, 8, 8, 4)), lambda: (*rows(9), draw(1, 9, 9, 4)),
+        lambda: (*rows(8), draw(1, 8, 8, 4)),
+        lambda: (*rows(9), draw(1, 9, 9, 4)),
     ),
     "mask": (
         lambda b, q, k, v, m: A(q, k, v, mask=m > 0, backend=b),
-        lambda: (*rows(8), draw(1, 1, 8, 8)), lambda: (*rows(9), draw(1, 1, 9, 9)),
+        lambda: (*rows(8), draw(1, 1, 8, 8)),
+        lambda: (*rows(9), draw(1, 1, 9, 9)),
     ),
     "residual": (
         lambda b, q, k, v, m: sum(x.sin().sum((-2, -1)) for x in flashsci.residual_attention(q, k, v, m, backend=b)),
-        lambda: (*rows(8, 4), draw(1, 4, 8, 8)), lambda: (*rows(9, 4), draw(1, 4, 9, 9)),
+        lambda: (*rows(8, 4), draw(1, 4, 8, 8)),
+        lambda: (*rows(9, 4), draw(1, 4, 9, 9)),
     ),
-}  # fmt: skip
+}
 OTHERS = {  # that SDPA has not
     "lse": (
         lambda b, q, k, v: A(q, k, v, window=(2, 0), align="lower_right", return_lse=True, backend=b)[1],
@@ -111,10 +116,7 @@ def test_a_trace_computes_what_it_is_given(backend, grad, name):
         agree(out, due)
         if grad:
             leaves = [x for x in given if x.requires_grad]
-            gradients = (
-                torch.autograd.grad(x.sin().sum(), leaves, materialize_grads=True)
-                for x in (out, due)
-            )
+            gradients = (torch.autograd.grad(x.sin().sum(), leaves, materialize_grads=True) for x in (out, due))
             for a, b in zip(*gradients, strict=True):
                 agree(a, b)
 
@@ -139,7 +141,7 @@ def test_paged_calls_are_traced():
         def call(q, used, backend=backend):
             return flashsci.paged_attention(
                 q, cache, cache, block_table=table, seqused_k=used, cu_seqlens_q=offsets, backend=backend
-            )  # fmt: skip
+            )
 
         used = torch.tensor([3, 5], dtype=torch.int32, device=DEVICE)
         module = traced(call, (draw(2, 4, 16), used))

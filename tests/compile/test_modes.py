@@ -57,9 +57,12 @@ class Called(TorchFunctionMode):
 
 
 AROUND = {
-    "dispatch mode": Dispatched, "function mode": Called, "anomaly": torch.autograd.detect_anomaly,
-    "save on cpu": torch.autograd.graph.save_on_cpu, "profiler": torch.autograd.profiler.profile,
-}  # fmt: skip
+    "dispatch mode": Dispatched,
+    "function mode": Called,
+    "anomaly": torch.autograd.detect_anomaly,
+    "save on cpu": torch.autograd.graph.save_on_cpu,
+    "profiler": torch.autograd.profiler.profile,
+}
 
 
 def results(call, inputs):
@@ -117,9 +120,7 @@ def test_make_fx_of_packed_offsets(backend):
     def call(q, offsets):
         return flashsci.varlen_attention(q, q, q, offsets, backend=backend)
 
-    first, second = (
-        torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 2, 6], [0, 5, 6])
-    )
+    first, second = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 2, 6], [0, 5, 6]))
     q = torch.randn(6, 2, 16, device=DEVICE)
     torch.testing.assert_close(make_fx(call)(q, first)(q, second), call(q, second))
 

@@ -42,15 +42,17 @@ def run(torch, host, dtype, cache_dtype, dims, queries, options) -> None:
     scales = (None, None) if cache_dtype == dtype else (torch.ones(()).expand(sequences, 2),) * 2
     sink = torch.zeros(8) if options.get("sink") else None
     scalars = host.PagedScalars(
-        queries, 0.1, options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", 0),
+        queries,
+        0.1,
+        options.get("softcap", 0.0),
+        options.get("window_left", -1),
+        options.get("window_right", 0),
         options.get("return_lse", True),
-    )  # fmt: skip
+    )
     tensors = host.PagedTensors(q, *caches, table, used, edges, sink, *scales)
     host.attention(tensors, out, scalars)
     new = torch.zeros(5, 2, sum(dims), dtype=dtype).split(dims, -1)
-    host.write_kv_cache(
-        *new, *caches, torch.zeros(5).long(), *(s if s is None else s[0] for s in scales)
-    )
+    host.write_kv_cache(*new, *caches, torch.zeros(5).long(), *(s if s is None else s[0] for s in scales))
 
 
 def report(architecture: int, _, launched: list):
@@ -72,9 +74,7 @@ def test_compiles(architecture):
     check(found, architecture)
     # Before sm_80 Triton multiplies without tensor cores, and keeps parts of a prompt's tiles in memory.
     simple = "decode" if architecture == 75 else ""
-    narrow = [
-        e for e in found if "wid" not in e["call"] and e["call"] != "fp32" and simple in e["call"]
-    ]
+    narrow = [e for e in found if "wid" not in e["call"] and e["call"] != "fp32" and simple in e["call"]]
     assert not any(entry["stack"] for entry in narrow), [e for e in narrow if e["stack"]]
 
 

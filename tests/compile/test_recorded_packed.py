@@ -35,9 +35,7 @@ def agree(found, wanted, inputs):
 
 @every
 @pytest.mark.parametrize("name", ["plain", "bias", "sink", "weights"])
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_packed_calls_compile_in_one_graph(backend, name, compiler):
     if backend == "cuda" and name in ("bias", "weights"):
         pytest.skip("the cuda backend does not serve it")
@@ -52,9 +50,10 @@ def test_packed_calls_compile_in_one_graph(backend, name, compiler):
         total, lengths = int(offsets[-1]), offsets.diff()
         inputs = [leaf(total, 2, 16), leaf(total, 2, 16), leaf(total, 2, 16)]
         more = {
-            "bias": lambda n=lengths: leaf(1, int((n * n).sum())), "sink": lambda: leaf(2),
+            "bias": lambda n=lengths: leaf(1, int((n * n).sum())),
+            "sink": lambda: leaf(2),
             "weights": lambda t=total: torch.rand(t, device=DEVICE).requires_grad_(),
-        }.get(name, lambda: None)()  # fmt: skip
+        }.get(name, lambda: None)()
         wanted = call(*inputs, offsets, more)
         found = compiled(*inputs, offsets, more)
         agree(found, wanted, [*inputs, *([] if more is None else [more])])
@@ -98,10 +97,7 @@ def test_jagged_tensors_compile_in_one_graph(backend, heads, lse):
         found, wanted = compiled(*inputs), call(*inputs)
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        gradients = (
-            torch.autograd.grad(sum(x.sin().sum() for x in ends), inputs)
-            for ends in (found, wanted)
-        )
+        gradients = (torch.autograd.grad(sum(x.sin().sum() for x in ends), inputs) for ends in (found, wanted))
         for a, b in zip(*gradients, strict=True):
             torch.testing.assert_close(a.values(), b.values(), rtol=1e-4, atol=1e-4)
 
@@ -158,9 +154,7 @@ def test_sdpa_refuses_sizes_from_data_with_advice(which):
     q = torch.randn(6, 2, 6, 8, device=DEVICE)
     with (
         torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-        pytest.raises(
-            Exception, match=r"cannot serve this call: SDPA's rules.*depend on data; backend="
-        ),
+        pytest.raises(Exception, match=r"cannot serve this call: SDPA's rules.*depend on data; backend="),
     ):
         torch.compile(call, **FROM_DATA)(q, q, q, torch.ones(6, device=DEVICE) > 0)
 
@@ -191,9 +185,7 @@ def test_the_packed_reference_has_its_second_order():
         return out.sin().sum() + lse.cos().sum()
 
     inputs = [torch.randn(5, 2, 16, device=DEVICE) for _ in range(3)]
-    second = torch.func.grad(
-        lambda *x: torch.func.grad(loss)(*x, "reference").square().sum(), argnums=(0, 1, 2)
-    )
+    second = torch.func.grad(lambda *x: torch.func.grad(loss)(*x, "reference").square().sum(), argnums=(0, 1, 2))
     tangents = lambda *x: torch.func.jvp(lambda *y: loss(*y, "reference"), x, x)[1]  # noqa: E731
     for call in (second, lambda *x: (tangents(*x),)):
         found = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs)

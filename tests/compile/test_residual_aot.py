@@ -8,8 +8,11 @@ from tests.compile.ahead_of_time import check, compiled, report_of, script
 
 ARCHITECTURES = (75, 80, 90)
 KERNELS = {
-    "residual_forward_kernel", "residual_backward_kernel", "residual_queries_kernel", "delta_kernel",
-}  # fmt: skip
+    "residual_forward_kernel",
+    "residual_backward_kernel",
+    "residual_queries_kernel",
+    "delta_kernel",
+}
 MOST_STACK = 520  # bytes of a thread that may spill: of IEEE products, of rows that are not aligned
 
 
@@ -41,7 +44,7 @@ def run(torch, host, dtype, dims, lengths, options) -> None:
     q, k, v = (
         torch.zeros(2, heads, rows, dim, dtype=dtype)
         for heads, rows, dim in zip((4, 2, 2), (lengths[0], *lengths[1:] * 2), (dims[0], *dims), strict=True)
-    )  # fmt: skip
+    )
     shape = options.get("bias", (2, 4, *lengths))
     kind = getattr(torch, options["bias_dtype"]) if "bias_dtype" in options else dtype
     bias = None if shape is None else torch.zeros(shape, dtype=kind)

@@ -193,12 +193,8 @@ def test_who_chooses_kernels_sees_tensors_as_kernels_take_them(monkeypatch, orde
     """The library looks at strides, and refuses those that no kernel takes."""
     module, plan = Sharing(), Plan(named("cuda"), None, SCALARS)
     plan.module = module
-    monkeypatch.setattr(
-        differentiate, "sharing", lambda choice: module if choice.forward == "cuda" else None
-    )
-    monkeypatch.setattr(
-        differentiate, "kernels", lambda name: module if name == "cuda" else kernels(name)
-    )
+    monkeypatch.setattr(differentiate, "sharing", lambda choice: module if choice.forward == "cuda" else None)
+    monkeypatch.setattr(differentiate, "kernels", lambda name: module if name == "cuda" else kernels(name))
     inputs = rows(2, bias=True) + [leaf(2)] * sink
 
     def call(backend, q, k, v, bias, s=None):
@@ -216,6 +212,4 @@ def test_who_chooses_kernels_sees_tensors_as_kernels_take_them(monkeypatch, orde
 
 
 def _plain(q, k, v, bias, sink=None):
-    return flashsci.attention(
-        q, k, v, bias=bias, sink=sink, return_lse=True, scale=0.5, backend="reference"
-    )
+    return flashsci.attention(q, k, v, bias=bias, sink=sink, return_lse=True, scale=0.5, backend="reference")

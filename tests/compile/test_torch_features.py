@@ -26,9 +26,7 @@ fused = pytest.mark.parametrize("backend", FUSED)
 SCALARS = (-1, -1, 0.25, 0.0, -1, 0, False, 0.0, "default", False)
 
 
-def qkv(
-    *shape: int, grad: bool = True, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(*shape: int, grad: bool = True, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
     shape = shape or (2, 2, 12, 16)
     dtype = dtype or (torch.float16 if GPU else torch.float32)
     q, k, v = torch.randn(3, *shape, device=DEVICE).to(dtype).unbind(0)
@@ -103,18 +101,14 @@ def test_opcheck_of_the_cuda_ops() -> None:
 
 @fused
 @pytest.mark.parametrize("dynamic", (False, True))
-@pytest.mark.parametrize(
-    "compiler", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
-)
+@pytest.mark.parametrize("compiler", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
 def test_compile_training_step_in_one_graph(backend: str, dynamic: bool, compiler: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(squares, fullgraph=True, dynamic=dynamic, backend=compiler)
     for length in (12, 20) if dynamic else (12,):
         q, k, v = qkv(2, 2, length, 16)
         eager = torch.autograd.grad(squares(q, k, v, backend), (q, k, v))
-        for a, b in zip(
-            torch.autograd.grad(compiled(q, k, v, backend), (q, k, v)), eager, strict=True
-        ):
+        for a, b in zip(torch.autograd.grad(compiled(q, k, v, backend), (q, k, v)), eager, strict=True):
             torch.testing.assert_close(a, b, atol=2e-3 if GPU else 1e-5, rtol=1e-2 if GPU else 1e-5)
 
 
@@ -125,17 +119,13 @@ def test_compile_of_a_packed_call_in_one_graph(backend: str) -> None:
     offsets = torch.tensor([0, 4, 4, 11], dtype=torch.int32, device=DEVICE)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flashsci.varlen_attention(
-            q, k, v, offsets, max_seqlen_q=7, max_seqlen_k=7, backend=backend
-        )
+        return flashsci.varlen_attention(q, k, v, offsets, max_seqlen_q=7, max_seqlen_k=7, backend=backend)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     close(compiled(q, k, v), call(q, k, v))
     upstream = torch.randn_like(q)
     eager = torch.autograd.grad(call(q, k, v), (q, k, v), upstream)
-    for a, b in zip(
-        torch.autograd.grad(compiled(q, k, v), (q, k, v), upstream), eager, strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(compiled(q, k, v), (q, k, v), upstream), eager, strict=True):
         close(a, b)
 
 
@@ -179,9 +169,7 @@ def test_export(backend: str) -> None:
 def test_checkpoint_recomputes_the_same_gradient(backend: str) -> None:
     q, k, v = qkv()
     plain = torch.autograd.grad(squares(q, k, v, backend), (q, k, v))
-    again = torch.autograd.grad(
-        checkpoint(squares, q, k, v, backend, use_reentrant=False), (q, k, v)
-    )
+    again = torch.autograd.grad(checkpoint(squares, q, k, v, backend, use_reentrant=False), (q, k, v))
     for a, b in zip(again, plain, strict=True):
         close(a, b)
 
@@ -229,9 +217,7 @@ def test_functorch_grad_and_vjp(backend: str) -> None:
 def test_vmap_of_a_gradient_gives_one_gradient_per_sample(backend: str) -> None:
     q, k, v = qkv(3, 2, 12, 16, grad=False)
     k, v = k[0], v[0]
-    found = torch.func.vmap(torch.func.grad(squares), in_dims=(0, None, None, None))(
-        q, k, v, backend
-    )
+    found = torch.func.vmap(torch.func.grad(squares), in_dims=(0, None, None, None))(q, k, v, backend)
     for n in range(3):
         close(found[n], torch.func.grad(squares)(q[n], k, v, backend))
 
@@ -250,9 +236,7 @@ def test_vmap_keeps_the_gradient_of_a_shared_bias_per_sample() -> None:
         torch.testing.assert_close(found[n], gradient(q[n], k[n], v[n], bias))
 
 
-def assert_within_two_errors(
-    found: object, call: Callable[..., object], inputs: Sequence[Tensor]
-) -> None:
+def assert_within_two_errors(found: object, call: Callable[..., object], inputs: Sequence[Tensor]) -> None:
     """The two-error rule of flashsci.testing, for what `call` does with the reference backend: no
     more than twice the error of plain PyTorch in the same dtype, both against fp64."""
     leaves = torch.utils._pytree.tree_leaves
@@ -325,9 +309,7 @@ def test_compiled_functorch_to_second_order(backend: str, name: str) -> None:
     reason="this torch.compile cannot trace torch.autograd.grad",
 )
 @fused
-@pytest.mark.parametrize(
-    "compiler", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
-)
+@pytest.mark.parametrize("compiler", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
 def test_compiled_force_step(backend: str, compiler: str) -> None:
     torch._dynamo.reset()
     inputs = qkv()
@@ -370,7 +352,7 @@ def test_autocast_to_second_order(backend: str) -> None:
 
     for a, b in zip(
         torch.autograd.grad(loss(backend), (q, k, v)), torch.autograd.grad(loss("reference"), (q, k, v)), strict=True
-    ):  # fmt: skip
+    ):
         assert a.dtype == torch.float32
         assert (a - b).norm() < 0.03 * b.norm()
 
@@ -378,9 +360,7 @@ def test_autocast_to_second_order(backend: str) -> None:
 def test_a_derivative_of_attention_backward_raises() -> None:
     q, k, v = qkv()
     out, lse = flashsci.attention(q, k, v, return_lse=True, backend="triton")
-    gradients = flashsci.attention_backward(
-        torch.ones_like(out), q, k, v, out.detach(), lse.detach(), backend="triton"
-    )
+    gradients = flashsci.attention_backward(torch.ones_like(out), q, k, v, out.detach(), lse.detach(), backend="triton")
     with pytest.raises(flashsci.BackendError, match="second derivative"):
         gradients.dq.float().sum().backward()
 
@@ -402,9 +382,7 @@ def test_cuda_graph_replays_forward_and_backward(backend: str, wide: bool) -> No
             x.copy_(torch.randn_like(x))
     graph.replay()
     torch.cuda.synchronize()
-    for a, b in zip(
-        captured, torch.autograd.grad(squares(q, k, v, backend), (q, k, v)), strict=True
-    ):
+    for a, b in zip(captured, torch.autograd.grad(squares(q, k, v, backend), (q, k, v)), strict=True):
         close(a, b)
 
 

@@ -26,9 +26,7 @@ def attend(backend, *, lse=None, **options):
     lse = backend != "sdpa" if lse is None else lse
 
     def call(q, k, v, bias=None):
-        return flashsci.attention(
-            q, k, v, bias=bias, causal=True, return_lse=lse, backend=backend, **options
-        )
+        return flashsci.attention(q, k, v, bias=bias, causal=True, return_lse=lse, backend=backend, **options)
 
     return call
 
@@ -64,39 +62,29 @@ def close(found, wanted, what=None, half=False):
 def inputs(*lead, dtype=torch.float32, dim=16):
     """q, k, v, bias of a small grouped call."""
     return (
-        draw(*lead, 2, 3, dim, dtype=dtype), draw(*lead, 1, 4, dim, dtype=dtype), draw(*lead, 1, 4, dim, dtype=dtype),
+        draw(*lead, 2, 3, dim, dtype=dtype),
+        draw(*lead, 1, 4, dim, dtype=dtype),
+        draw(*lead, 1, 4, dim, dtype=dtype),
         draw(*lead, 2, 3, 4),
-    )  # fmt: skip
+    )
 
 
 func = torch.func
 SCALAR = {
     "grad": lambda f: func.grad(f, argnums=(0, 1, 2, 3)),
     "grad_and_value": lambda f: func.grad_and_value(f, argnums=(0, 3)),
-    "hvp, forward over reverse": lambda f: (
-        lambda *x: func.jvp(func.grad(f, argnums=(0, 1, 2, 3)), x, x)[1]
-    ),
-    "hvp, reverse over reverse": lambda f: (
-        lambda *x: func.vjp(func.grad(f, argnums=(0, 1, 2, 3)), *x)[1](x)
-    ),
-    "hessian": lambda f: (
-        lambda q, k, v, b: func.hessian(f, argnums=(0, 1))(
-            q[:, :2], k[:, :2], v[:, :2], b[:, :2, :2]
-        )
-    ),
+    "hvp, forward over reverse": lambda f: lambda *x: func.jvp(func.grad(f, argnums=(0, 1, 2, 3)), x, x)[1],
+    "hvp, reverse over reverse": lambda f: lambda *x: func.vjp(func.grad(f, argnums=(0, 1, 2, 3)), *x)[1](x),
+    "hessian": lambda f: lambda q, k, v, b: func.hessian(f, argnums=(0, 1))(q[:, :2], k[:, :2], v[:, :2], b[:, :2, :2]),
     "jacrev of jacrev": lambda f: func.jacrev(func.jacrev(f, argnums=0), argnums=1),
-    "vmap of grad": lambda f: (
-        lambda *x: func.vmap(func.grad(f, argnums=(0, 1, 2, 3)))(*(y[None] for y in x))
-    ),
+    "vmap of grad": lambda f: lambda *x: func.vmap(func.grad(f, argnums=(0, 1, 2, 3)))(*(y[None] for y in x)),
 }
 TENSORS = {
     "vjp": lambda f: lambda *x: func.vjp(f, *x)[1](torch.utils._pytree.tree_map(torch.sin, f(*x))),
     "jvp": lambda f: lambda *x: func.jvp(f, x, x),
     "jvp of one": lambda f: lambda q, k, v, b: func.jvp(lambda k: f(q, k, v, b), (k,), (k,)),
     "jvp of vjp": lambda f: (
-        lambda *x: func.jvp(
-            lambda *y: func.vjp(f, *y)[1](torch.utils._pytree.tree_map(torch.sin, f(*x))), x, x
-        )
+        lambda *x: func.jvp(lambda *y: func.vjp(f, *y)[1](torch.utils._pytree.tree_map(torch.sin, f(*x))), x, x)
     ),
     "jacrev": lambda f: func.jacrev(f, argnums=(0, 1, 2, 3)),
     "jacrev in chunks": lambda f: func.jacrev(
@@ -135,11 +123,7 @@ def test_what_the_formulas_do_not_reach_is_refused(backend, name):
     calls = {
         "jacfwd of jacfwd": func.jacfwd(func.jacfwd(loss)),
         "jacfwd of jvp": func.jacfwd(lambda q, *r: func.jvp(lambda q: loss(q, *r), (q,), (q,))[1]),
-        "third": func.grad(
-            lambda q, *r: (
-                func.grad(lambda q: func.grad(loss)(q, *r).square().sum())(q).square().sum()
-            )
-        ),
+        "third": func.grad(lambda q, *r: func.grad(lambda q: func.grad(loss)(q, *r).square().sum())(q).square().sum()),
     }
     with pytest.raises(flashsci.BackendError, match="backend='reference'"):
         calls[name](*inputs())
@@ -149,8 +133,7 @@ def by_sample(call, dims, *tensors):
     """vmap as a loop."""
     size = next(x.shape[d] for x, d in zip(tensors, dims, strict=True) if d is not None)
     each = [
-        call(*(x if d is None else x.select(d, n) for x, d in zip(tensors, dims, strict=True)))
-        for n in range(size)
+        call(*(x if d is None else x.select(d, n) for x, d in zip(tensors, dims, strict=True))) for n in range(size)
     ]
     if isinstance(each[0], tuple):
         return tuple(torch.stack(ys) for ys in zip(*each, strict=True))
@@ -174,8 +157,11 @@ def mapped(rank, dims, dtype=torch.float32, size=2):
 def test_vmap_with_any_in_dims(backend, rank, dims):
     """Wherever the mapped dim lies in memory, innermost too, and whatever is shared."""
     chosen = {
-        "q": (0, None, None, None), "k": (None, -1, None, None), "bias": (None, None, None, 1), "apart": (1, 0, -1, -2),
-    }.get(dims, (dims,) * 4)  # fmt: skip
+        "q": (0, None, None, None),
+        "k": (None, -1, None, None),
+        "bias": (None, None, None, 1),
+        "apart": (1, 0, -1, -2),
+    }.get(dims, (dims,) * 4)
     tensors = mapped(rank, chosen)
     call = attend(backend)
     close(
@@ -195,9 +181,7 @@ def test_vmap_of_derivatives_with_any_in_dims(backend, dims, name):
         "grad": func.grad(loss, argnums=(0, 1, 2, 3)),
         "jvp": lambda *x: func.jvp(loss, x, x)[1],
         "hvp": lambda *x: func.jvp(func.grad(loss, argnums=(0, 3)), x, x)[1],
-        "jacrev": lambda *x: func.jacrev(lambda *y: attend(backend)(*y)[0].sum((0, -1)), argnums=2)(
-            *x
-        ),
+        "jacrev": lambda *x: func.jacrev(lambda *y: attend(backend)(*y)[0].sum((0, -1)), argnums=2)(*x),
     }[name]
     close(torch.vmap(call, in_dims=dims)(*tensors), by_sample(call, dims, *tensors), (name, dims))
 
@@ -324,10 +308,6 @@ def test_attention_backward_takes_lse_and_out_of_any_strides(backend, layout):
 
     if layout == "expanded":
         dout = dout[:1].expand_as(dout)
-        wanted = flashsci.attention_backward(
-            dout.contiguous(), q, k, v, out, lse, causal=True, backend=backend
-        )
-    found = flashsci.attention_backward(
-        odd(dout), q, k, v, odd(out), odd(lse), causal=True, backend=backend
-    )
+        wanted = flashsci.attention_backward(dout.contiguous(), q, k, v, out, lse, causal=True, backend=backend)
+    found = flashsci.attention_backward(odd(dout), q, k, v, odd(out), odd(lse), causal=True, backend=backend)
     close(found[:3], wanted[:3])

@@ -118,9 +118,10 @@ def report(architecture: int, ops: dict, launched: list):
             copied(torch.empty_like(tensors[3]), bias)
         for entry, ptx in compiled(launched, architecture, call):
             yield entry | {
-                "wgmma": "wgmma" in ptx, "mma": "mma.sync" in ptx,
+                "wgmma": "wgmma" in ptx,
+                "mma": "mma.sync" in ptx,
                 "rounded products": len(re.findall(r"fma\.rn\.f32 .*, 0f00000000;", ptx)),
-            }  # fmt: skip
+            }
 
 
 @pytest.mark.slow
@@ -141,11 +142,7 @@ def test_compiles(architecture):
     mixed = [e for e in found if e["wgmma"] and e["mma"] and e["stages"] > 1]
     assert not mixed, mixed
     if architecture == 90:
-        plain = [
-            entry
-            for entry in found
-            if entry["call"] == "plain" and entry["kernel"] != "delta_kernel"
-        ]
+        plain = [entry for entry in found if entry["call"] == "plain" and entry["kernel"] != "delta_kernel"]
         assert all(entry["wgmma"] for entry in plain), plain
 
 

@@ -29,9 +29,7 @@ print(json.dumps([flashsci.__file__, library and str(library), cuda.unavailable(
 
 
 def run(*command: str | Path, **options) -> subprocess.CompletedProcess[str]:
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")
-    }
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
     return subprocess.run(
         [str(c) for c in command],
         env={**environment, **options.pop("env", {})},
@@ -49,9 +47,7 @@ def wheel(tmp_path_factory) -> Path:
     info = cuda.build_info()
     archs = ",".join(info["archs"]) if info else "none"
     options = ["--no-build-isolation", "--no-deps", "-w", folder]
-    done = run(
-        sys.executable, "-m", "pip", "wheel", *options, ".", cwd=ROOT, env={"FA_ARCHS": archs}
-    )
+    done = run(sys.executable, "-m", "pip", "wheel", *options, ".", cwd=ROOT, env={"FA_ARCHS": archs})
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = folder.glob("*.whl")
     return found
@@ -78,9 +74,7 @@ def test_wheel_installs_in_seconds_and_runs(wheel, fresh, tmp_path):
     """One test, so that one process builds it."""
     names = zipfile.ZipFile(wheel).namelist()
     assert "-py3-none-" in wheel.name
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"flashsci"}, (
-        "nothing but the package"
-    )
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"flashsci"}, "nothing but the package"
     assert ("flashsci/_C.so" in names) == (cuda.library_path() is not None)
     assert not [n for n in names if "__pycache__" in n]
     start = time.monotonic()

@@ -19,9 +19,14 @@ def test_long_rows_and_large_batches(findings, dtype, dim, deterministic):
     for sizes in ((20, 8, 4, 321, 321), (1, 2, 2, 1500, 1411), (1, 2, 1, 6000, 300)):
         for window, lower_right in WINDOWS:
             findings.backward(
-                "dense", sizes, HALVES[dtype], (dim, dim), window=window, lower_right=lower_right,
+                "dense",
+                sizes,
+                HALVES[dtype],
+                (dim, dim),
+                window=window,
+                lower_right=lower_right,
                 deterministic=deterministic,
-            )  # fmt: skip
+            )
 
 
 @pytest.mark.parametrize("generation, dtype, dim", CELLS)
@@ -39,9 +44,7 @@ def test_lse_and_dout_as_ring_attention_gives_them(findings, dtype, dim):
 @pytest.mark.parametrize("generation, dtype, dim", CELLS)
 def test_gradients_that_nobody_wants(findings, dtype, dim, deterministic):
     for need in range(1, 7):
-        findings.backward(
-            "need", ONE, HALVES[dtype], (dim, dim), need=need, deterministic=deterministic
-        )
+        findings.backward("need", ONE, HALVES[dtype], (dim, dim), need=need, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("generation, dtype, dim", CELLS)
@@ -81,9 +84,7 @@ def packed(findings, dtype, d, dv, lens, deterministic, first=3, **options):
     k, v = (make((hk, total_k, n), dtype, "bshd") for n in (d, dv))
     lse = torch.full((h, total_q), -torch.inf, device=DEVICE)
     poison = len(lens[0]) // 2 - 1
-    parts = [
-        (slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])) for n in range(len(lens[0]))
-    ]
+    parts = [(slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])) for n in range(len(lens[0]))]
     for rows, keys in parts:
         if keys.stop > keys.start:
             o, s = attention(q[:, rows], k[:, keys], v[:, keys], **options)
@@ -119,7 +120,7 @@ def packed(findings, dtype, d, dv, lens, deterministic, first=3, **options):
 def test_every_broadcast_of_a_bias(findings, dtype, dim, bias):
     half = HALVES[dtype]
     options = {"bias_dtype": torch.float32 if bias == "fp32" else half}
-    shapes = [(1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1), (1, 1, 0, 1), (1, 0, 0, 1), (0, 0, 0, 1)]  # fmt: skip
+    shapes = [(1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1), (1, 1, 0, 1), (1, 0, 0, 1), (0, 0, 0, 1)]
     for shape in shapes:
         for sizes in ((3, 4, 2, 257, 264), (2, 6, 6, 640, 384)):
             findings.every_use_of_a_bias(sizes, half, (dim, dim), *shape, **options)

@@ -9,9 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("captured", (False, True), ids=("stream", "graph"))
-@pytest.mark.parametrize(
-    "shape", ((1, 16, 384, 384), (1, 12, 250, 250), (256, 4, 32, 128)), ids=str
-)
+@pytest.mark.parametrize("shape", ((1, 16, 384, 384), (1, 12, 250, 250), (256, 4, 32, 128)), ids=str)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_a_copy_waits_for_what_it_reads_and_is_waited_for(shape, dtype, captured):
     pytest.importorskip("triton")

@@ -45,9 +45,12 @@ def test_tangents_by_slopes(backend, packed):
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "sink", "k_scale"])
 def test_paged_calls_refuse(backend, name):
     given = {
-        "q": torch.randn(3, 2, 64), "k_cache": torch.randn(4, 16, 2, 64), "v_cache": torch.randn(4, 16, 2, 64),
-        "sink": torch.randn(2), "k_scale": torch.tensor(0.5),
-    }  # fmt: skip
+        "q": torch.randn(3, 2, 64),
+        "k_cache": torch.randn(4, 16, 2, 64),
+        "v_cache": torch.randn(4, 16, 2, 64),
+        "sink": torch.randn(2),
+        "k_scale": torch.tensor(0.5),
+    }
     if backend == "cuda" and name != "k_scale":
         del given["k_scale"]  # its kernels have no scales of a 16-bit cache
     halves = ("q", "k_cache", "v_cache", "sink")

@@ -32,9 +32,7 @@ def pick(choices, *drawn):
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_masks_as_numbers(backend, number, place, kind, dtype):
-    served_on_a_gpu(
-        extreme.masks_as_numbers, backend, number, place, kind, dtype, **pick(SIZES, kind, dtype)
-    )
+    served_on_a_gpu(extreme.masks_as_numbers, backend, number, place, kind, dtype, **pick(SIZES, kind, dtype))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,9 +75,7 @@ HUGE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "seq, dim, tangents", ((17, 32, True), (80, 64, True), (300, 128, False), (700, 64, False))
-)
+@pytest.mark.parametrize("seq, dim, tangents", ((17, 32, True), (80, 64, True), (300, 128, False), (700, 64, False)))
 @pytest.mark.parametrize("dtype, size, scale, options", HUGE)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_one_key_wins(backend, dtype, size, scale, options, seq, dim, tangents):
@@ -108,9 +104,7 @@ def test_sharp_softcap_and_scores_of_thirty(backend, seq, dim):
 
 
 @pytest.mark.parametrize("softcap", (1e3, 1e5, 1e7, 1e20, 1e29, 3e37))
-@pytest.mark.parametrize(
-    "seq, dim, tangents", ((23, 16, True), (200, 64, False), (300, 128, False), (130, 256, False))
-)
+@pytest.mark.parametrize("seq, dim, tangents", ((23, 16, True), (200, 64, False), (300, 128, False), (130, 256, False)))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_softcap_far_above_the_scores(backend, dtype, softcap, seq, dim, tangents):
@@ -119,9 +113,7 @@ def test_softcap_far_above_the_scores(backend, dtype, softcap, seq, dim, tangent
 
 
 @pytest.mark.parametrize("which", ("products", "values"))
-@pytest.mark.parametrize(
-    "seq, dim, tangents", ((20, 16, True), (200, 64, False), (300, 128, False))
-)
+@pytest.mark.parametrize("seq, dim, tangents", ((20, 16, True), (200, 64, False), (300, 128, False)))
 @pytest.mark.parametrize("dtype", (FP32, BF16))
 @pytest.mark.parametrize("backend", [*KERNELS, "sdpa"])
 def test_sums_near_the_end_of_fp32(backend, dtype, which, seq, dim, tangents):

@@ -76,6 +76,9 @@ def test_calls_of_every_kind(backend, tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CODE.format(backend=backend))],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert done.returncode == 0, done.stderr

@@ -42,9 +42,7 @@ def test_dense(alibi, dtype):
     if slopes is not None:
         i = torch.arange(200, device="cuda")[:, None] + 133
         bias = -slopes[:, None, None] * (i - torch.arange(333, device="cuda")).abs()
-    inputs = Inputs(
-        **heads_first(q=q, k=k, v=v, dout=dout), mask=seen(200, 333, 150), bias=bias, bias_grad=False
-    )  # fmt: skip
+    inputs = Inputs(**heads_first(q=q, k=k, v=v, dout=dout), mask=seen(200, 333, 150), bias=bias, bias_grad=False)
     found = dict(zip(("dq", "dk", "dv"), gradients, strict=True), out=out)
     Judge(inputs).require(heads_first(**found))
 
@@ -59,7 +57,7 @@ def test_cache_in_a_graph_whose_lengths_change():
     q, k, v = normal(2, 1, 8, 64, dtype=torch.float16), *normal(2, 2, 1, 2, 64, dtype=torch.float16)
 
     def step():
-        out = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)  # fmt: skip
+        out = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
         lengths.add_(1)
         return out
 
@@ -171,9 +169,7 @@ def test_pages_of_packed_sequences():
             q, *pages, cu_q, cu_k, 200, 300, causal=True, block_table=table, alibi_slopes=alibi
         )
         for n, (qn, found) in enumerate(zip(q.split(lens_q), out.split(lens_q), strict=True)):
-            parts = (
-                x.transpose(0, 1) for x in (qn, dense[0, n, : used[n]], dense[1, n, : used[n]])
-            )
+            parts = (x.transpose(0, 1) for x in (qn, dense[0, n, : used[n]], dense[1, n, : used[n]]))
             i = torch.arange(lens_q[n], device="cuda")[:, None] + used[n] - lens_q[n]
             distance = (i - torch.arange(used[n], device="cuda")).abs()
             bias = None if alibi is None else -alibi[:, None, None] * distance
@@ -193,9 +189,7 @@ def test_unused_queries_without_a_wait(of_k):
     of_k_there = None if of_k is None else torch.tensor(of_k, **device)
 
     def step():
-        out = fa3.flash_attn_varlen_func(
-            *leaves, cu, cu, 130, 130, seqused_q=of_q, seqused_k=of_k_there, causal=True
-        )
+        out = fa3.flash_attn_varlen_func(*leaves, cu, cu, 130, 130, seqused_q=of_q, seqused_k=of_k_there, causal=True)
         return out, torch.autograd.grad(out, leaves, dout)
 
     step()
@@ -209,12 +203,8 @@ def test_unused_queries_without_a_wait(of_k):
         rows_q = slice(start, start + used[n])
         rows_k = slice(start, start + (lens if of_k is None else of_k)[n])
         parts = [x.detach().transpose(0, 1) for x in (q[rows_q], k[rows_k], v[rows_k])]
-        inputs = Inputs(
-            *parts, dout=dout[rows_q].transpose(0, 1), mask=seen(used[n], parts[1].shape[1])
-        )
-        results = dict(
-            out=out[rows_q], dq=found[0][rows_q], dk=found[1][rows_k], dv=found[2][rows_k]
-        )
+        inputs = Inputs(*parts, dout=dout[rows_q].transpose(0, 1), mask=seen(used[n], parts[1].shape[1]))
+        results = dict(out=out[rows_q], dq=found[0][rows_q], dk=found[1][rows_k], dv=found[2][rows_k])
         Judge(inputs).require({name: x.detach().transpose(0, 1) for name, x in results.items()})
         unused = slice(start + used[n], start + lens[n])
         assert out[unused].eq(0).all() and found[0][unused].eq(0).all()
@@ -227,7 +217,7 @@ def test_options_on_the_device():
     expected = fa2.flash_attn_func(q, q, q, window_size=tuple(window.tolist()), softmax_scale=0.25)
     for given in (window, tuple(window), tuple(window.cuda())):
         scale = torch.tensor(0.25, device="cuda")
-        assert torch.equal(fa2.flash_attn_func(q, q, q, window_size=given, softmax_scale=scale), expected)  # fmt: skip
+        assert torch.equal(fa2.flash_attn_func(q, q, q, window_size=given, softmax_scale=scale), expected)
 
 
 def test_descaled_8_bits():
@@ -239,9 +229,12 @@ def test_descaled_8_bits():
     named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
     out = fa3.flash_attn_func(q, k, v, causal=True, **named)
     expected = flashsci.attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), q_scale=scales[0].repeat_interleave(4, 1), k_scale=scales[1],
-        v_scale=scales[2], causal=True,
-    )  # fmt: skip
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        q_scale=scales[0].repeat_interleave(4, 1),
+        k_scale=scales[1],
+        v_scale=scales[2],
+        causal=True,
+    )
     assert torch.equal(out, expected.transpose(1, 2))
 
 
@@ -262,7 +255,7 @@ def test_mha_generates_what_it_computes_at_once(heads_k):
             params.seqlen_offset += rows
         exact = MHA(
             256, 4, num_heads_kv=heads_k, causal=True, use_flash_attn=True, rotary_emb_dim=64, dtype=torch.float64
-        )  # fmt: skip
+        )
         exact.load_state_dict({name: y.double().cpu() for name, y in module.state_dict().items()})
         truth = exact(x.double().cpu()).cuda()
     errors = [(y.double() - truth).norm() for y in (torch.cat(parts, 1), whole)]
@@ -293,9 +286,7 @@ def test_transformers():
         position = (mask.cumsum(-1) - 1).clamp(min=0)
         arguments = dict(attention_mask=mask, position_ids=position)
         with torch.no_grad():
-            found, plain, exact = (
-                m(ids, **arguments).logits[mask.bool()] for m in (flash, eager, exact)
-            )
+            found, plain, exact = (m(ids, **arguments).logits[mask.bool()] for m in (flash, eager, exact))
         errors = [(x.double() - exact).norm() for x in (found, plain)]
         assert errors[0] <= 2 * errors[1], errors
     finally:

@@ -53,9 +53,7 @@ def test_scores_that_grow_from_block_to_block(findings, generation, dtype, dim, 
             k *= torch.linspace(factor, 0.1, 1111, device=DEVICE).to(k.dtype)[:, None]
         else:
             k[..., :3, :] = q[:, ::2, 5:8] * (factor / 3)
-        findings.forward(
-            f"{what} {factor}", q, k, v, window=window, lower_right=lower_right, softcap=softcap
-        )
+        findings.forward(f"{what} {factor}", q, k, v, window=window, lower_right=lower_right, softcap=softcap)
 
 
 @pytest.mark.parametrize("generation, dtype, dim", CELLS)
@@ -108,8 +106,13 @@ def kinds_of_bias(b, h, sq, sk):
 
 @pytest.mark.parametrize("generation, dtype, dim", CELLS)
 def test_every_broadcast_of_bias_and_mask(findings, generation, dtype, dim):
-    sizes = [(2, 4, 4, 384, 384, dim), (1, 4, 2, 200, 336, dim), (3, 2, 1, 65, 1024, max(dim - 40, 8)),
-             (2, 2, 2, 700, 96, dim - 8), (1, 2, 2, 1, 16, dim)]  # fmt: skip
+    sizes = [
+        (2, 4, 4, 384, 384, dim),
+        (1, 4, 2, 200, 336, dim),
+        (3, 2, 1, 65, 1024, max(dim - 40, 8)),
+        (2, 2, 2, 700, 96, dim - 8),
+        (1, 2, 2, 1, 16, dim),
+    ]
     for b, h, hk, sq, sk, d in sizes:
         for n, (shape, kind) in enumerate(kinds_of_bias(b, h, sq, sk)):
             q, k, v = tensors(dtype, b, h, hk, sq, sk, d, d)
@@ -129,25 +132,17 @@ def test_every_broadcast_of_bias_and_mask(findings, generation, dtype, dim):
             if mask is not None and d <= 32 and generation == "sm90":
                 continue  # left to sm80
             # With "least" every row has a key: it counts as -inf.
-            window, lower_right = (WINDOWS[0], WINDOWS[2], ((50, 20), False))[
-                0 if kind == "least" else n % 3
-            ]
+            window, lower_right = (WINDOWS[0], WINDOWS[2], ((50, 20), False))[0 if kind == "least" else n % 3]
             options = {"softcap": 20.0 if n == 5 else 0.0, "scale": -0.2 if n == 6 else None}
-            findings.forward(
-                kind, q, k, v, bias=bias, mask=mask, window=window, lower_right=lower_right, **options
-            )  # fmt: skip
+            findings.forward(kind, q, k, v, bias=bias, mask=mask, window=window, lower_right=lower_right, **options)
 
 
 @pytest.mark.parametrize("generation, dtype, dim", CELLS)
 def test_few_queries_and_many_keys(findings, dtype, dim):
     sizes = [(1, 8, 2, 1, 5000, dim, dim), (3, 4, 4, 1, 300, dim, dim - 8), (5, 32, 8, 1, 2000, dim - 24, dim), (2, 14, 2, 3, 777, dim, dim),
              (40, 16, 4, 16, 515, dim, dim), (2, 3, 3, 64, 1000, dim, dim), (150, 2, 1, 2, 400, dim, dim)]  # fmt: skip
-    options = zip(
-        (WINDOWS[0], WINDOWS[2], ((100, 0), True), WINDOWS[1]), (0.0, 0.0, 25.0, 0.0), strict=True
-    )
-    for (b, h, hk, sq, sk, d, dv), ((window, lower_right), softcap) in itertools.product(
-        sizes, list(options)
-    ):
+    options = zip((WINDOWS[0], WINDOWS[2], ((100, 0), True), WINDOWS[1]), (0.0, 0.0, 25.0, 0.0), strict=True)
+    for (b, h, hk, sq, sk, d, dv), ((window, lower_right), softcap) in itertools.product(sizes, list(options)):
         q, k, _ = tensors(dtype, b, h, hk, sq, sk, d, dv)
         v = make((b, hk, sk, dv), HALVES[dtype])
         findings.forward("decode", q, k, v, window=window, lower_right=lower_right, softcap=softcap)

@@ -52,7 +52,7 @@ def test_rows_of_any_size(dim, seq, kind):
 def test_bias_gradients_of_every_shape_twice_the_same(shape, dim, precision):
     g = torch.Generator("cuda").manual_seed(dim)
     rand = lambda *s: torch.randn(*s, device="cuda", generator=g)  # noqa: E731
-    q, k, v, dout = rand(2, 2, 70, dim), rand(2, 2, 90, dim), rand(2, 2, 90, dim), rand(2, 2, 70, dim)  # fmt: skip
+    q, k, v, dout = rand(2, 2, 70, dim), rand(2, 2, 90, dim), rand(2, 2, 90, dim), rand(2, 2, 70, dim)
     inputs = Inputs(q, k, v, rand(*shape), None, dout, options={"precision": precision})
     found = evaluate(inputs, NAME)
     Judge(inputs).require(found)

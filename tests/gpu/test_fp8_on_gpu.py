@@ -23,12 +23,12 @@ pytestmark = [
         reason="no 8-bit floats before sm_89",
     ),
 ]
-needs_cuda_kernel = pytest.mark.skipif(
-    not runs_cuda_fp8("cuda"), reason="no Hopper, or a library without that kernel"
-)
+needs_cuda_kernel = pytest.mark.skipif(not runs_cuda_fp8("cuda"), reason="no Hopper, or a library without that kernel")
 both = pytest.mark.parametrize("backend", ("triton", pytest.param("cuda", marks=needs_cuda_kernel)))
 CASE = FP8Case(FP8Variant(head_dim=128, head_dim_v=128, window="causal"), 3, (1000,), (1000,), (2,), 2, 4, scales=("128", "64", "128"))  # fmt: skip
-PACKED = FP8Case(FP8Variant(window="causal", packed=True), 4, (100, 1, 700), (300, 40, 700), (), 2, 2, scales=("64", "head", "64"))  # fmt: skip
+PACKED = FP8Case(
+    FP8Variant(window="causal", packed=True), 4, (100, 1, 700), (300, 40, 700), (), 2, 2, scales=("64", "head", "64")
+)
 
 
 @both
@@ -43,9 +43,7 @@ def test_generated(part, backend):
             taken += 1
         except flashsci.BackendError:
             assert backend == "cuda" and (
-                case.layout == "unaligned"
-                or case.variant.head_dim % 16
-                or case.variant.head_dim_v % 16
+                case.layout == "unaligned" or case.variant.head_dim % 16 or case.variant.head_dim_v % 16
             ), case
     assert taken == 25 or (backend == "cuda" and taken >= 5)
 
@@ -128,7 +126,9 @@ def test_results_are_the_same_every_time(dims, block, packed, backend):
     """Of every tile shape: on more tiles than the GPU has multiprocessors, alone and beside other work."""
     variant = FP8Variant("bfloat16", *dims, "causal", packed=packed)
     lengths = (700, 1, 1300) if packed else (1300,)
-    inputs = make_fp8_inputs(FP8Case(variant, 5, lengths, lengths, () if packed else (3,), 4, 4, scales=("head", block, block)), "cuda")  # fmt: skip
+    inputs = make_fp8_inputs(
+        FP8Case(variant, 5, lengths, lengths, () if packed else (3,), 4, 4, scales=("head", block, block)), "cuda"
+    )
     first = inputs.evaluate(backend)
     inputs.judge().require(first)
     beside = torch.cuda.Stream()

@@ -69,9 +69,7 @@ def test_generated_problems(backend, index):
 def test_backward_under_a_global_lse(backend):
     """Two blocks of keys, each with the out and lse of both: shares add up to the whole gradient."""
     variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64)
-    inputs = make_inputs(
-        Case(variant=variant, lead=(2,), heads_k=2, group=2, seq_q=150, seq_k=260), DEVICE
-    )
+    inputs = make_inputs(Case(variant=variant, lead=(2,), heads_k=2, group=2, seq_q=150, seq_k=260), DEVICE)
     judge, whole = Judge(inputs), evaluate(inputs, backend)
     parts = [
         flashsci.attention_backward(
@@ -85,12 +83,8 @@ def test_backward_under_a_global_lse(backend):
         )
         for keys in (slice(0, 130), slice(130, None))
     ]
-    judge.require(
-        {"dk": torch.cat([p.dk for p in parts], -2), "dv": torch.cat([p.dv for p in parts], -2)}
-    )
-    dq = sum(
-        p.dq.float() for p in parts
-    ).bfloat16()  # one rounding more than the whole gradient has
+    judge.require({"dk": torch.cat([p.dk for p in parts], -2), "dv": torch.cat([p.dv for p in parts], -2)})
+    dq = sum(p.dq.float() for p in parts).bfloat16()  # one rounding more than the whole gradient has
     assert judge.judge("dq", dq).ratios[0] <= 1
 
 
@@ -123,9 +117,7 @@ def test_packed_calls_do_not_synchronise(backend, known):
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_dense_calls_do_not_synchronise(backend):
-    inputs = make_inputs(
-        Case(variant=Variant(dtype="bfloat16", head_dim=64, head_dim_v=64)), DEVICE
-    )
+    inputs = make_inputs(Case(variant=Variant(dtype="bfloat16", head_dim=64, head_dim_v=64)), DEVICE)
     require_no_synchronisation(inputs, backend)
 
 
@@ -140,9 +132,7 @@ def test_validate_reads_the_offsets():
 
 def test_tensors_on_two_devices():
     q, k = torch.randn(1, 2, 5, 16, device=DEVICE), torch.randn(1, 2, 5, 16)
-    with pytest.raises(
-        ValueError, match=r"k is on cpu but q is on cuda:0; move them to one device"
-    ):
+    with pytest.raises(ValueError, match=r"k is on cpu but q is on cuda:0; move them to one device"):
         flashsci.attention(q, k, k)
     with pytest.raises(ValueError, match="bias is on cpu"):
         flashsci.attention(q, q, q, bias=torch.zeros(5, 5))
@@ -197,13 +187,8 @@ def test_sdpa_takes_every_stride_and_broadcast(layout, mask, dim):
 
 def test_auto_uses_a_kernel_of_ours():
     q = torch.randn(1, 2, 64, 64, device=DEVICE, dtype=torch.bfloat16)
-    assert (
-        flashsci.explain(q, q, q, bias=torch.zeros(64, 64, device=DEVICE), return_lse=True).chosen
-        in KERNELS
-    )
-    assert (
-        flashsci.explain(q.double(), q.double(), q.double(), return_lse=True).chosen == "reference"
-    )
+    assert flashsci.explain(q, q, q, bias=torch.zeros(64, 64, device=DEVICE), return_lse=True).chosen in KERNELS
+    assert flashsci.explain(q.double(), q.double(), q.double(), return_lse=True).chosen == "reference"
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -29,7 +29,7 @@ needs_cuda_kernels = pytest.mark.skipif(not HERE, reason="none for this device i
 CUDA = [
     pytest.param(name, marks=pytest.mark.skipif(name not in HERE, reason="not one of this device and library"))
     for name in ("cuda", "cuda:sm80")
-]  # fmt: skip
+]
 of_cuda = pytest.mark.parametrize("backend", CUDA)
 every = pytest.mark.parametrize("backend", ("triton", *CUDA))
 
@@ -37,7 +37,7 @@ every = pytest.mark.parametrize("backend", ("triton", *CUDA))
 def here(case):
     """Whether this device has the case's dtypes."""
     older = torch.cuda.get_device_capability() < (8, 0)
-    return (EIGHT_BITS or not case.variant.cache) and not (older and case.variant.dtype == "bfloat16")  # fmt: skip
+    return (EIGHT_BITS or not case.variant.cache) and not (older and case.variant.dtype == "bfloat16")
 
 
 @every
@@ -101,12 +101,10 @@ def test_one_graph_serves_any_lengths_and_pages(cache, lens_q, backend):
     variant = PagedVariant("float16", cache, 64, 64)
     total, columns, pages = sum(lens_q), 40, 120
     batches = []
-    for seed, lengths in enumerate(((600, 17, 100, 3), (1, 640, 40, 0), (0, 0, 0, 0), (33, 33, 300, 640))):  # fmt: skip
+    for seed, lengths in enumerate(((600, 17, 100, 3), (1, 640, 40, 0), (0, 0, 0, 0), (33, 33, 300, 640))):
         new = lens_q if seed % 2 == 0 else lens_q[::-1]
-        used = tuple(max(a, b) for a, b in zip(lengths, new, strict=True)) if any(lengths) else lengths  # fmt: skip
-        case = PagedCase(
-            variant, seed, new, used, heads_k=2, group=4, scales="heads" if cache else "none"
-        )
+        used = tuple(max(a, b) for a, b in zip(lengths, new, strict=True)) if any(lengths) else lengths
+        case = PagedCase(variant, seed, new, used, heads_k=2, group=4, scales="heads" if cache else "none")
         batches.append(make_paged_inputs(case, "cuda"))
     q = torch.zeros(total, 8, 64, device="cuda", dtype=torch.float16)
     caches = torch.zeros(2, pages, 16, 2, 64, device="cuda").to(batches[0].k_cache.dtype)
@@ -169,7 +167,9 @@ def test_8_bit_caches(dims, cache, dtype, backend):
     """Every tile, in decodes and with tiers of rows; what nobody sees is NaN."""
     variant = PagedVariant(dtype, cache, *dims, "left", sink=True)
     for lens_q, group in (((1,) * 6, 4), ((4, 1, 9, 0, 30, 2), 3), ((70, 1, 16, 33, 2, 5), 8)):
-        case = PagedCase(variant, 3, lens_q, (2000, 17, 300, 129, 30, 5), 2, group, 48, padding=3, scales="heads", left=900)  # fmt: skip
+        case = PagedCase(
+            variant, 3, lens_q, (2000, 17, 300, 129, 30, 5), 2, group, 48, padding=3, scales="heads", left=900
+        )
         with poisoned_memory():
             judge_paged(case, backend, "cuda")
 
@@ -230,7 +230,11 @@ def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(cache, backend):
     options = inputs.options
     for x in (inputs.k_cache, inputs.v_cache):
         x.copy_(x.float().nan_to_num(0.0))
-    tables = [options["block_table"], torch.full_like(options["block_table"], 2**31 - 1), torch.full_like(options["block_table"], -(2**31))]  # fmt: skip
+    tables = [
+        options["block_table"],
+        torch.full_like(options["block_table"], 2**31 - 1),
+        torch.full_like(options["block_table"], -(2**31)),
+    ]
     for table in tables:
         for used in ((2**31 - 1, -5, 2**30), (10**6, 10**9, 0), (-(2**31), 1, 2**31 - 1)):
             for edges in ((0, 1, 8, 11), (5, 3, 2, 900), (-7, 2**31 - 1, 0, 4), (11, 11, 11, 11)):

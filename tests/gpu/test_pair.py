@@ -35,9 +35,7 @@ def case(
     defaults = {"bias_view": "linear", "layout": "bshd", "bias_shape": full}
     if mask:
         defaults |= {"mask_shape": (*lead, 1, 1, sk), "mask_kind": "keys"}
-    return Case(
-        variant, seed, len(full), lead, heads, seq_q=sq, seq_k=sk, **{**defaults, **options}
-    )
+    return Case(variant, seed, len(full), lead, heads, seq_q=sq, seq_k=sk, **{**defaults, **options})
 
 
 TAKEN = {
@@ -48,11 +46,9 @@ TAKEN = {
     "two leading dims": case(lead=(2, 3), heads=8, sq=100, sk=65, dims=(8, 32), mask=True, seed=3),
     "768 tokens": case(sq=768, sk=768, seed=4),
     "-1e9": case(bias_number="-1e9", bias_number_at="rows", seed=5),
-    "-inf, tiny gradients, zero rows": case(
-        bias_holes=True, padding="tail_masked", mask=True, dout_scale=1e-9, seed=6
-    ),
+    "-inf, tiny gradients, zero rows": case(bias_holes=True, padding="tail_masked", mask=True, dout_scale=1e-9, seed=6),
     "lowest numbers": case(bias_number="float32_min", bias_number_at="last", sq=100, sk=130, seed=7),
-}  # fmt: skip
+}
 # In 16 bits heads of 24 or 32 dims; gradients of 1e-9 are zero in fp16.
 NARROW = {
     f"{name}, {dtype}": replace(
@@ -82,9 +78,7 @@ COPIED = {
     "head dim 40": case(heads=8, sq=64, sk=70, dims=(40, 40)),
     "head dim 18": case(heads=8, sq=64, sk=70, dims=(18, 18)),
     "rows off 16 bytes": case(heads=8, sq=64, sk=70, layout="shifted"),
-    "a mask of pairs": case(
-        heads=8, sq=64, sk=70, mask=True, mask_shape=(1, 1, 64, 70), mask_kind="random"
-    ),
+    "a mask of pairs": case(heads=8, sq=64, sk=70, mask=True, mask_shape=(1, 1, 64, 70), mask_kind="random"),
 }
 
 

@@ -122,9 +122,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
         q=rows(shape.heads, shape.seq_q, call.head_dim),
         k=rows(shape.heads_k, shape.seq_k, call.head_dim),
         v=rows(shape.heads_k, shape.seq_k, call.head_dim_v),
-        dout=rows(shape.heads, shape.seq_q, call.head_dim_v)
-        if call.has_backward and not shape.forward_only
-        else None,
+        dout=rows(shape.heads, shape.seq_q, call.head_dim_v) if call.has_backward and not shape.forward_only else None,
         bias=None if weighted else bias,
         key_weight=key_weight,
         mask=mask,
@@ -159,9 +157,7 @@ class Kernels:
         scale, softcap = call.head_dim**-0.5, inputs.options["softcap"] or 0.0
         self.scalars = (*longest, scale, softcap, left, right, shape.lower_right)
         self.offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        self.tensors = ops.Tensors(
-            self.q, self.k, self.v, inputs.bias, None, inputs.mask, *self.offsets
-        )
+        self.tensors = ops.Tensors(self.q, self.k, self.v, inputs.bias, None, inputs.mask, *self.offsets)
         # In the place of a bias, and their gradient in that of its own.
         self.weighted = inputs.key_weight is not None
         self.bias = inputs.key_weight.unsqueeze(-2) if self.weighted else inputs.bias
@@ -313,8 +309,7 @@ class Repeats:
         Runs are launched back to back, some of them at a time, and compared then.
         """
         tensors = {
-            name: Compared(f"{label}: {name}", tuple(x.shape), allowed and allowed[name])
-            for name, x in first.items()
+            name: Compared(f"{label}: {name}", tuple(x.shape), allowed and allowed[name]) for name, x in first.items()
         }
         self.compared += tensors.values()
         size = sum(x.numel() * x.element_size() for x in first.values())
@@ -338,10 +333,7 @@ class Repeats:
         places = torch.stack([torch.cat(c.places) for c in compared])
         # A place is an integer that fp64 holds.
         worst, places = torch.stack([worst, places.double()]).tolist()
-        found = (
-            c.problem(w, [int(x) for x in p])
-            for c, w, p in zip(compared, worst, places, strict=True)
-        )
+        found = (c.problem(w, [int(x) for x in p]) for c, w, p in zip(compared, worst, places, strict=True))
         return [problem for problem in found if problem]
 
 
@@ -453,7 +445,5 @@ def test_the_calls_launch_every_instance(generation, dtype):
     names = {event.name for event in profile.events() if "flashsci" in event.name}
     found = races.launched(names, dtype)
     # An instance that a Hopper call hands to sm80 (bias_gradient) counts there.
-    missing = [
-        i for i in races.instances() if (i.generation, i.dtype) == (generation, dtype) and i not in found
-    ]  # fmt: skip
+    missing = [i for i in races.instances() if (i.generation, i.dtype) == (generation, dtype) and i not in found]
     assert not missing, f"no call launched {missing}; seen: {sorted(names)}"

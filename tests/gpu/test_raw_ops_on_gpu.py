@@ -45,9 +45,14 @@ def ints(*values, dtype=torch.int32, device=DEVICE):
 
 def dense():
     return {
-        "q": rand(2, 4, 5, 16), "k": rand(2, 2, 7, 16), "v": rand(2, 2, 7, 8), "out": rand(2, 4, 5, 8),
-        "dout": rand(2, 4, 5, 8), "lse": single(2, 4, 5), "dlse": single(2, 4, 5),
-    }  # fmt: skip
+        "q": rand(2, 4, 5, 16),
+        "k": rand(2, 2, 7, 16),
+        "v": rand(2, 2, 7, 8),
+        "out": rand(2, 4, 5, 8),
+        "dout": rand(2, 4, 5, 8),
+        "lse": single(2, 4, 5),
+        "dlse": single(2, 4, 5),
+    }
 
 
 def packed():
@@ -115,7 +120,7 @@ def cases():
         ("of generation sm42", lambda: {"generation": 42}),
         ("go together", lambda: {"cu_seqlens_q": ints(0, 5)}),
         ("packed tensors are", lambda: {"cu_seqlens_q": ints(0, 5), "cu_seqlens_k": ints(0, 7)}),
-    )  # fmt: skip
+    )
     packed_table = (
         ("go together", lambda: {"cu_seqlens_k": None}),
         ("N \\+ 1 offsets, got", lambda: {"cu_seqlens_q": ints(), "cu_seqlens_k": ints()}),
@@ -130,7 +135,7 @@ def cases():
         ("must have the same length", lambda: {"cu_seqlens_q": ints(0)}),
         ("packed calls take no mask", lambda: {"mask": single(4, 5, 7) > 0}),
         ("packed calls take no bias", lambda: {"bias": single(4, 5, 7)}),
-    )  # fmt: skip
+    )
     results_table = (
         ("out has shape", lambda: {"out": rand(2, 4, 6, 8)}),
         ("out has shape", lambda: {"out": rand(2, 4, 5, 16)}),
@@ -147,7 +152,7 @@ def cases():
         ("lse must be on the device of q", lambda: {"lse": torch.randn(2, 4, 5)}),
         ("dlse has shape", lambda: {"dlse": single(2, 1, 5)}),
         ("dlse must be float32", lambda: {"dlse": rand(2, 4, 5)}),
-    )  # fmt: skip
+    )
     for ops, base, table in (
         (("forward", "backward"), dense, dense_table),
         (("forward", "backward"), packed, packed_table),
@@ -178,7 +183,7 @@ def test_an_op_refuses_a_second_device():
 @pytest.mark.parametrize("op", ["forward", "backward"])
 @pytest.mark.parametrize(
     "starts", [[0], [0, 5], [0, 0, 5], [3, 1, 4], [-5, 2, 99], [0, 2**31 - 1, 5], [-(2**31), 0, 5], [9, 9, 9]]
-)  # fmt: skip
+)
 def test_offsets_that_are_wrong_stay_in_bounds(op, starts):
     """Wrong rows at most. The tensors around hold NaN, and so would what is read there; all results are written."""
     values = packed()
@@ -193,9 +198,7 @@ def test_offsets_that_are_wrong_stay_in_bounds(op, starts):
     assert all(x.isnan().sum() == 0 for x in found)
 
 
-@pytest.mark.parametrize(
-    "lengths", [(-7, -7), (0, 0), (1, 1), (2**31, 2**31), (-(2**63), 2**63 - 1)]
-)
+@pytest.mark.parametrize("lengths", [(-7, -7), (0, 0), (1, 1), (2**31, 2**31), (-(2**63), 2**63 - 1)])
 def test_longest_lengths_are_hints(lengths):
     values = packed()
     hints = {"max_seqlen_q": lengths[0], "max_seqlen_k": lengths[1]}
@@ -220,9 +223,7 @@ def test_windows_beyond_32_bits_cut_nothing(window):
 @pytest.mark.parametrize("layout", ["expanded", "strided", "sliced", "transposed"])
 def test_lse_and_dlse_of_any_strides(dtype, layout):
     """As vmap and slices of larger results give them."""
-    values = {
-        n: x.to(dtype) if n in ("q", "k", "v", "out", "dout") else x for n, x in dense().items()
-    }
+    values = {n: x.to(dtype) if n in ("q", "k", "v", "out", "dout") else x for n, x in dense().items()}
     values["lse"] = values["lse"] + 3
 
     def odd(x):
@@ -245,17 +246,19 @@ def test_lse_and_dlse_of_any_strides(dtype, layout):
 
 @pytest.mark.parametrize("generation", [0, 75, 80, 90])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "sizes", [(0, 4, 2, 5, 7), (2, 0, 2, 5, 7), (2, 4, 2, 0, 7), (2, 4, 2, 5, 0), (0, 4, 2, 0, 0)]
-)
+@pytest.mark.parametrize("sizes", [(0, 4, 2, 5, 7), (2, 0, 2, 5, 7), (2, 4, 2, 0, 7), (2, 4, 2, 5, 0), (0, 4, 2, 0, 0)])
 @pytest.mark.parametrize("need", [15, 8, 6, 0])
 def test_results_of_calls_without_scores(generation, dtype, sizes, need):
     """Zeros, written: a bias that the batch shares has a gradient also where there is no batch."""
     b, h, hk, m, n = sizes
     values = {
-        "q": rand(b, h, m, 16, dtype=dtype), "k": rand(b, hk, n, 16, dtype=dtype), "v": rand(b, hk, n, 8, dtype=dtype),
-        "out": rand(b, h, m, 8, dtype=dtype), "dout": rand(b, h, m, 8, dtype=dtype), "lse": single(b, h, m),
-    }  # fmt: skip
+        "q": rand(b, h, m, 16, dtype=dtype),
+        "k": rand(b, hk, n, 16, dtype=dtype),
+        "v": rand(b, hk, n, 8, dtype=dtype),
+        "out": rand(b, h, m, 8, dtype=dtype),
+        "dout": rand(b, h, m, 8, dtype=dtype),
+        "lse": single(b, h, m),
+    }
     for shape in ((1, 1, m, n), (1, h, 1, n), (1, 1, 1, 1), (b, h, m, n)):
         change = {"bias": single(*shape), "generation": generation, "need": need}
         with poisoned_memory():

@@ -51,9 +51,7 @@ def test_lower_ranks_and_sinks(backend, grad, offset, form):
 
         def attend(given, rows=(q, k, v)):
             with torch.set_grad_enabled(grad):
-                return flashsci.attention(
-                    *rows, **given, deterministic=True, return_lse=True, backend=backend
-                )
+                return flashsci.attention(*rows, **given, deterministic=True, return_lse=True, backend=backend)
 
         try:
             found = attend(others)
@@ -64,7 +62,6 @@ def test_lower_ranks_and_sinks(backend, grad, offset, form):
         if grad:
             leaves = [x for x in (q, k, v, *others.values()) if x.requires_grad]
             first, second = (
-                torch.autograd.grad(out.float().sin().sum() + lse.sum(), leaves)
-                for out, lse in (found, due)
+                torch.autograd.grad(out.float().sin().sum() + lse.sum(), leaves) for out, lse in (found, due)
             )
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -109,9 +109,7 @@ def test_more_scores_than_32_bits_count():
 def test_memory(dtype):
     """A layer keeps its scores and nothing of their size besides; its backward makes one tensor more."""
     kind = getattr(torch, dtype)
-    q, k, v = (
-        torch.randn(8, 16, 512, 16, device="cuda", dtype=kind).requires_grad_() for _ in range(3)
-    )
+    q, k, v = (torch.randn(8, 16, 512, 16, device="cuda", dtype=kind).requires_grad_() for _ in range(3))
     bias = torch.randn(8, 16, 512, 512, device="cuda", dtype=kind).requires_grad_()
     size = bias.numel() * bias.element_size()
     for _ in range(2):  # the first one compiles

@@ -34,9 +34,7 @@ def judged(inputs, compiled=False, consumed=None, **options):
         leaves[n].requires_grad_()
 
     def step(q, k, v, bias=None):
-        return flashsci.attention(
-            q, k, v, bias=bias, mask=inputs.mask, backend="sdpa", **inputs.options
-        )
+        return flashsci.attention(q, k, v, bias=bias, mask=inputs.mask, backend="sdpa", **inputs.options)
 
     step = torch.compile(step, fullgraph=True) if compiled else step
     out = step(*leaves.values())
@@ -150,9 +148,7 @@ def test_swapped_program(monkeypatch, order, causal, backend):
     def results(module, x):
         module.zero_grad()
         out = module(x)
-        (
-            out * torch.linspace(-1, 2, out.numel(), device="cuda", dtype=out.dtype).view(out.shape)
-        ).sum().backward()
+        (out * torch.linspace(-1, 2, out.numel(), device="cuda", dtype=out.dtype).view(out.shape)).sum().backward()
         return [out.detach(), *(p.grad.clone() for p in module.parameters())]
 
     before = results(block.bfloat16(), x)

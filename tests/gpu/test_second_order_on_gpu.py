@@ -58,20 +58,16 @@ def test_fp32_tiles_of_head_dim_64(precision):
 def test_the_second_derivative_of_sdpa_is_tritons():
     """SDPA's own kernels have none: nothing of the size of the scores is made for it."""
     variant = Variant(dtype="bfloat16", head_dim=64, head_dim_v=64, tangents="qkv")
-    inputs = make_inputs(
-        Case(variant=variant, lead=(2,), heads_k=2, seq_q=300, seq_k=300, causal=True), DEVICE
-    )
+    inputs = make_inputs(Case(variant=variant, lead=(2,), heads_k=2, seq_q=300, seq_k=300, causal=True), DEVICE)
     judge = Judge(inputs)
     found = evaluate(inputs, "sdpa", lse=False)
     judge.require({n: found[n] for n in ("gq", "gk", "gv", "gdout")})
 
-    q, k, v = (
-        torch.randn(1, 4, 8192, 64, device=DEVICE).bfloat16().requires_grad_() for _ in range(3)
-    )
+    q, k, v = (torch.randn(1, 4, 8192, 64, device=DEVICE).bfloat16().requires_grad_() for _ in range(3))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     first = torch.autograd.grad(
         flashsci.attention(q, k, v, backend="sdpa").float().square().sum(), (q, k, v), create_graph=True
-    )  # fmt: skip
+    )
     torch.autograd.grad(sum(x.float().square().sum() for x in first), (q, k, v))
     assert torch.cuda.max_memory_allocated() - before < 4 * 8192 * 8192

@@ -20,13 +20,11 @@ def loaded():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("fp32", [False, True])
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (33, 64), (48, 48), (127, 128), (128, 128), (200, 256)])  # fmt: skip
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (33, 64), (48, 48), (127, 128), (128, 128), (200, 256)])
 @pytest.mark.parametrize("seq_k", [129, 136])  # rows of the bias that start anywhere, or aligned
 @pytest.mark.parametrize("shape", ["pairs", "shared", "keys"])
 def test_bias_and_its_gradient(shape, seq_k, head_dim, head_dim_v, fp32, deterministic):
-    variant = Variant(
-        "bfloat16", head_dim, head_dim_v, bias="pair", bias_float=fp32, bias_grad=True, mask=True
-    )
+    variant = Variant("bfloat16", head_dim, head_dim_v, bias="pair", bias_float=fp32, bias_grad=True, mask=True)
     bias = {
         "pairs": (3, 4, 70, seq_k),
         "shared": (1, 4, 70, seq_k),  # triangle attention

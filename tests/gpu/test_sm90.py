@@ -110,9 +110,7 @@ def test_held_to_hopper_a_bias_is_served_or_refused():
     """In strides that its kernels take, by them and nothing else; in others, BackendError, and never Triton's gradients."""
     require("sm90", "bf16")
     variant = Variant("bfloat16", 64, 64, bias="pair", bias_float=True, bias_grad=True)
-    case = Case(
-        variant=variant, seed=2, lead=(2,), heads_k=2, seq_q=80, seq_k=96, bias_shape=(2, 2, 80, 96)
-    )
+    case = Case(variant=variant, seed=2, lead=(2,), heads_k=2, seq_q=80, seq_k=96, bias_shape=(2, 2, 80, 96))
     inputs = make_inputs(case, "cuda")
     with poisoned_memory():
         found = evaluate(inputs, "cuda:sm90", deterministic=False)

@@ -72,8 +72,11 @@ def test_forward_and_backward(active, dtype, causal, batch, heads, length, dim):
     q, k, v = (normal(batch, h, length, dim, dtype=dtype) for h in (heads[0], heads[1], heads[1]))
     gqa = heads[0] != heads[1]
     judged(
-        lambda *x: sdpa(*x, is_causal=causal, enable_gqa=gqa), (q, k, v), normal(*q.shape, dtype=dtype), causal=causal,
-    )  # fmt: skip
+        lambda *x: sdpa(*x, is_causal=causal, enable_gqa=gqa),
+        (q, k, v),
+        normal(*q.shape, dtype=dtype),
+        causal=causal,
+    )
 
 
 def kernels_of(function) -> set[str]:

@@ -21,7 +21,7 @@ LARGE = {
     "s768, fp32 bias": Case((1, 18), 4, 768, 768, bias_fp32=True, mask="heads", seed=37),
     "s512, -inf": Case((1, 20), 2, 512, 512, numbers="inf", seed=36),
     "s512, -1e9, fp32 bias": Case((1, 20), 4, 512, 512, bias_fp32=True, numbers="1e9", seed=38),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("deterministic", (False, True))

@@ -19,9 +19,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="so many at a time")
     parser.add_argument("--only", default="", help="cells whose name has this in it")
     parser.add_argument("--save", type=Path, help="keep the outcomes there, as JSON")
-    parser.add_argument(
-        "--read", type=Path, nargs="+", help="run nothing, and take outcomes that were kept"
-    )
+    parser.add_argument("--read", type=Path, nargs="+", help="run nothing, and take outcomes that were kept")
     parser.add_argument("--family", default="", help="machineries of this family alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="what has run until then counts")
     parser.add_argument("--cell", help="a machinery and a call as JSON: prints its outcome")
@@ -43,11 +41,7 @@ def main() -> int:
     if given.part:
         part, parts = given.part
         for n, cell in enumerate(cells()):
-            if (
-                n // 20 % parts == part
-                and given.only in str(cell)
-                and given.family in cell.machinery.family
-            ):
+            if n // 20 % parts == part and given.only in str(cell) and given.family in cell.machinery.family:
                 start = time.monotonic()
                 outcome = cell.outcome()
                 call = cell.call
@@ -67,9 +61,7 @@ def main() -> int:
                 )
         return 0
     lines, died = (
-        ([line for path in given.read for line in path.read_text().splitlines()], 0)
-        if given.read
-        else run(given)
+        ([line for path in given.read for line in path.read_text().splitlines()], 0) if given.read else run(given)
     )
     found, seconds = {}, Counter()
     for line in lines:

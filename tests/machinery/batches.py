@@ -18,9 +18,7 @@ def stacked(call: Call) -> Tensor:
     return torch.stack([call.x(), call.x(other=True)])
 
 
-def over_points(
-    call: Call, found: Tensor, expected: str, t: Tensor | None = None
-) -> Iterator[Pair]:
+def over_points(call: Call, found: Tensor, expected: str, t: Tensor | None = None) -> Iterator[Pair]:
     """Two results, of the two points."""
     for n, other in enumerate((False, True)):
         exact = call.exact(other)
@@ -130,9 +128,7 @@ def grads_batched_twice(call: Call) -> Iterator[Pair]:
 @machinery("functional.jacobian, vectorize", FAMILY)
 def jacobian(call: Call) -> Iterator[Pair]:
     call.floats()
-    found = torch.autograd.functional.jacobian(
-        lambda y: projected(call(y)), call.x(), vectorize=True
-    )
+    found = torch.autograd.functional.jacobian(lambda y: projected(call(y)), call.x(), vectorize=True)
     yield found, call.exact().projected.reshape(3, *call.x().shape)
 
 

@@ -89,9 +89,7 @@ class Call:
 
     def exact(self, other: bool = False) -> Exact:
         if not self.entry.derivatives:
-            raise Wrong(
-                "a derivative of rounded numbers came back, where an error should say that there is none"
-            )
+            raise Wrong("a derivative of rounded numbers came back, where an error should say that there is none")
         return oracle.exact(self.name, self.row, self.count, other)
 
     def floats(self) -> None:
@@ -126,9 +124,7 @@ class Machinery:
         if device not in self.on or (self.rows != EVERY and "+" in row):
             return False
         first = row == entry.needed[0]
-        return {EVERY: True, SINGLE: True, CALLS: first or row in entry.others, FIRST: first}[
-            self.rows
-        ]
+        return {EVERY: True, SINGLE: True, CALLS: first or row in entry.others, FIRST: first}[self.rows]
 
     def outcome(self, call: Call) -> Outcome:
         """What becomes of a cell."""
@@ -181,18 +177,10 @@ def torch_serves(call: Call) -> bool:
     ):
         return False
     inputs = call.inputs()
-    options = {
-        {"query": "q", "key": "k", "value": "v", "attn_mask": "bias"}.get(n, n): x
-        for n, x in inputs.items()
-    }
+    options = {{"query": "q", "key": "k", "value": "v", "attn_mask": "bias"}.get(n, n): x for n, x in inputs.items()}
     if call.variable in inputs:
         inputs[call.variable].requires_grad_(inputs[call.variable].is_floating_point())
-    return (
-        flashsci.explain(
-            **options, **({"dropout_p": 0.3} if "dropout_seed" in options else {})
-        ).chosen
-        == "sdpa"
-    )
+    return flashsci.explain(**options, **({"dropout_p": 0.3} if "dropout_seed" in options else {})).chosen == "sdpa"
 
 
 @functools.cache
@@ -217,9 +205,7 @@ def in_a_process(machinery: Machinery, call: Call) -> Outcome:
         return Outcome(CRASHED, f"no answer within {PATIENCE} s")
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode or not last.startswith("["):
-        return Outcome(
-            CRASHED, f"the process ends with {done.returncode}: {done.stderr.strip()[-300:]}"
-        )
+        return Outcome(CRASHED, f"the process ends with {done.returncode}: {done.stderr.strip()[-300:]}")
     return Outcome(*json.loads(last))
 
 
@@ -235,17 +221,11 @@ def judge(pairs: Iterable[Pair], eps: float) -> Outcome:
                 WRONG,
                 f"result {count} has shape {list(found.shape)}, expected {list(expected.shape)}",
             )
-        error = (
-            (found.detach().double().cpu() - expected.cpu()).abs().max().item()
-            if expected.numel()
-            else 0.0
-        )
+        error = (found.detach().double().cpu() - expected.cpu()).abs().max().item() if expected.numel() else 0.0
         largest = expected.abs().max().item() if expected.numel() else 0.0
         allowed = (ROUNDINGS if eps == FLOAT32 else COARSE_ROUNDINGS) * eps * (1 + largest)
         if not error <= allowed:
             what = "zero" if not found.any() else f"off by {error:.2g}"
-            return Outcome(
-                WRONG, f"result {count} is {what}, where the largest number is {largest:.2g}"
-            )
+            return Outcome(WRONG, f"result {count} is {what}, where the largest number is {largest:.2g}")
     assert count, "a machinery that gives nothing to judge"
     return Outcome(RIGHT)

@@ -87,9 +87,7 @@ def compiled_of_data(call: Call) -> Iterator[Pair]:
 
     def function(keep: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = keep.nonzero().squeeze(-1)
-        chosen = {
-            n: x.index_select(d, rows) for (n, d), x in zip(lengths.items(), tensors, strict=True)
-        }
+        chosen = {n: x.index_select(d, rows) for (n, d), x in zip(lengths.items(), tensors, strict=True)}
         return tuple(of(backend, {**fixed, **chosen}))
 
     torch._dynamo.reset()
@@ -169,9 +167,7 @@ def exported(call: Call) -> Iterator[Pair]:
 def ahead_of_time(call: Call) -> Iterator[Pair]:
     program = torch.export.export(Module(function_of(call)), (call.x(),))
     with tempfile.TemporaryDirectory() as folder:
-        package = torch._inductor.aoti_compile_and_package(
-            program, package_path=str(Path(folder, "call.pt2"))
-        )
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder, "call.pt2")))
         yield from at_both(call, torch._inductor.aoti_load_package(package))
 
 

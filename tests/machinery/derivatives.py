@@ -109,9 +109,7 @@ def dual(call: Call) -> Iterator[Pair]:
     with forward_ad.dual_level():
         results = call(forward_ad.make_dual(x, direction(x)))
         tangents = [forward_ad.unpack_dual(r).tangent for r in results]
-        found = [
-            torch.zeros_like(r) if t is None else t for r, t in zip(results, tangents, strict=True)
-        ]
+        found = [torch.zeros_like(r) if t is None else t for r, t in zip(results, tangents, strict=True)]
         yield from zip(found, parts(call.exact().pushed, results), strict=True)
 
 

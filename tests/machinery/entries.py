@@ -45,16 +45,12 @@ class Entry:
     backends: tuple[str, ...] = BACKENDS
     derivatives: bool = True  # False: of rounded numbers there are none; only a refusal is right
     eps: float = torch.finfo(torch.float32).eps  # of the coarsest rounding on the way
-    beside: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # what an optional tensor brings along
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # what an optional tensor brings along
     keep: tuple[str, ...] = ()  # tensors that stay in the dtype they have
     elsewhere: tuple[str, ...] = ()  # arguments of the signature that another entry describes
     together: tuple[str, ...] = ()  # a row for derivatives in all of these at once
     out_alone: tuple[str, ...] = ()  # backends that are asked for out without its lse
-    lengths: Mapping[str, int] = field(
-        default_factory=dict
-    )  # tensors, and their dim of rows that data may choose
+    lengths: Mapping[str, int] = field(default_factory=dict)  # tensors, and their dim of rows that data may choose
     dropout_of: str = ""  # the values of a call that draws a seed
 
     @property
@@ -93,11 +89,7 @@ def made(name: str) -> dict[str, Tensor]:
 def tensor_arguments(function: Callable[..., Any]) -> set[str]:
     """The parameters that are tensors, by their annotations."""
     hints = typing.get_type_hints(function)
-    return {
-        n
-        for n in inspect.signature(function).parameters
-        if "torch.Tensor" in _spelled(hints.get(n))
-    }
+    return {n for n in inspect.signature(function).parameters if "torch.Tensor" in _spelled(hints.get(n))}
 
 
 def _spelled(hint: Any) -> str:
@@ -125,9 +117,7 @@ def _dropout(given: Given) -> dict[str, Any]:
 
 
 def _dense_call(backend: str, x: Given) -> Any:
-    found = flashsci.attention(
-        **{**_dropout(x), **x}, return_lse=backend not in OUT_ALONE, backend=backend
-    )
+    found = flashsci.attention(**{**_dropout(x), **x}, return_lse=backend not in OUT_ALONE, backend=backend)
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -159,9 +149,12 @@ def _packed_formula(x: Given) -> Any:
 
 def _residual() -> dict[str, Tensor]:
     return dict(
-        q=normal(1, 2, 3, 8), k=normal(1, 1, 4, 8), v=normal(1, 1, 4, 8), bias=normal(1, 2, 3, 4),
+        q=normal(1, 2, 3, 8),
+        k=normal(1, 1, 4, 8),
+        v=normal(1, 1, 4, 8),
+        bias=normal(1, 2, 3, 4),
         dropout_seed=torch.tensor([7, 3]),
-    )  # fmt: skip
+    )
 
 
 def _residual_formula(x: Given) -> Any:
@@ -191,9 +184,14 @@ def _paged_formula(x: Given) -> Any:
 
 def _write() -> dict[str, Tensor]:
     return dict(
-        key=normal(2, 1, 8), value=normal(2, 1, 8), k_cache=normal(2, 4, 1, 8), v_cache=normal(2, 4, 1, 8),
-        slot_mapping=torch.tensor([5, 3]), k_scale=normal(1).exp(), v_scale=normal(1).exp(),
-    )  # fmt: skip
+        key=normal(2, 1, 8),
+        value=normal(2, 1, 8),
+        k_cache=normal(2, 4, 1, 8),
+        v_cache=normal(2, 4, 1, 8),
+        slot_mapping=torch.tensor([5, 3]),
+        k_scale=normal(1).exp(),
+        v_scale=normal(1).exp(),
+    )
 
 
 def _write_call(backend: str, x: Given) -> Any:
@@ -247,10 +245,14 @@ def _rows_of_sequences(scale: Tensor) -> Tensor:
 def _backward() -> dict[str, Tensor]:
     """Of a block of keys: the lse is that of more."""
     x = dict(
-        q=normal(1, 2, 3, 8), k=normal(1, 2, 4, 8), v=normal(1, 2, 4, 8), bias=normal(1, 2, 3, 4) / 2,
-        key_weight=torch.rand(1, 2, 4, dtype=torch.float64), mask=torch.tensor([[[[1, 1, 1, 0]]]]) > 0,
+        q=normal(1, 2, 3, 8),
+        k=normal(1, 2, 4, 8),
+        v=normal(1, 2, 4, 8),
+        bias=normal(1, 2, 3, 4) / 2,
+        key_weight=torch.rand(1, 2, 4, dtype=torch.float64),
+        mask=torch.tensor([[[[1, 1, 1, 0]]]]) > 0,
         alibi_slopes=torch.rand(2, dtype=torch.float64),
-    )  # fmt: skip
+    )
     out, lse = formulas.softmax_attention(x["q"], x["k"], x["v"], bias=x["bias"])
     more = dict(dlse=normal(1, 2, 3), dropout_seed=torch.tensor([7, 3]))
     return dict(dout=normal(1, 2, 3, 8), **x, out=out, lse=lse + 2, **more)
@@ -332,9 +334,7 @@ def _distributed(name: str) -> Callable[[str, Given], Any]:
     function = getattr(fd, name)
 
     def call(backend: str, x: Given) -> Any:
-        options: dict[str, Any] = (
-            {} if name != "varlen_attention" and backend in OUT_ALONE else {"return_lse": True}
-        )
+        options: dict[str, Any] = {} if name != "varlen_attention" and backend in OUT_ALONE else {"return_lse": True}
         found = function(**x, mesh=mesh_of(x["q"]), backend=backend, **options)
         return found if isinstance(found, tuple) else (found,)
 
@@ -343,14 +343,10 @@ def _distributed(name: str) -> Callable[[str, Given], Any]:
 
 def _triangle() -> dict[str, Tensor]:
     q, k, v = normal(2, 2, 4, 8), normal(2, 2, 4, 8), normal(2, 2, 4, 8)
-    return dict(
-        q=q, k=k, v=v, bias=normal(2, 4, 4), mask=torch.tensor([1, 1, 0, 1]).expand(2, 1, 1, 4) > 0
-    )
+    return dict(q=q, k=k, v=v, bias=normal(2, 4, 4), mask=torch.tensor([1, 1, 0, 1]).expand(2, 1, 1, 4) > 0)
 
 
-def _without(
-    tensors: Callable[[], dict[str, Tensor]], *names: str
-) -> Callable[[], dict[str, Tensor]]:
+def _without(tensors: Callable[[], dict[str, Tensor]], *names: str) -> Callable[[], dict[str, Tensor]]:
     return lambda: {n: x for n, x in tensors().items() if n not in names}
 
 
@@ -362,9 +358,7 @@ def _entries() -> list[Entry]:
     edges = ("cu_seqlens_q", "cu_seqlens_k")
     caches = ("k_cache", "v_cache")
     serving = dict(backends=PAGED)
-    eighth = dict(
-        backends=PAGED, derivatives=False, eps=2.0**-4, keep=qkv
-    )  # P is rounded to an 8-bit float
+    eighth = dict(backends=PAGED, derivatives=False, eps=2.0**-4, keep=qkv)  # P is rounded to an 8-bit float
     return [
         Entry("attention", flashsci.attention, qkv, ("bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed"),
               _dense, _dense_call, _dense_formula, together=qkv, elsewhere=scales, out_alone=OUT_ALONE,

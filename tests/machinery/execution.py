@@ -94,9 +94,7 @@ def threads(call: Call) -> Iterator[Pair]:
             yield from zip(results, call.value(other=bool(n % 2)), strict=True)
 
 
-@machinery(
-    "fork", FAMILY, on=("cpu",), rows=FIRST, alone=True, seconds=4
-)  # CUDA does not survive a fork
+@machinery("fork", FAMILY, on=("cpu",), rows=FIRST, alone=True, seconds=4)  # CUDA does not survive a fork
 def fork(call: Call) -> Iterator[Pair]:
     """A child that goes on after its parent has called."""
     call(call.x())
@@ -185,9 +183,7 @@ def dtensor(call: Call) -> Iterator[Pair]:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     sequences = (
-        {"q": 2, "k": 2, "v": 2, "bias": 1, "key_weight": 1, "mask": 2}
-        if call.name == "distributed.attention"
-        else {}
+        {"q": 2, "k": 2, "v": 2, "bias": 1, "key_weight": 1, "mask": 2} if call.name == "distributed.attention" else {}
     )
     inputs = {}
     for name, x in call.inputs().items():

@@ -19,10 +19,7 @@ def softmax_attention(
     group = q.shape[-3] // k.shape[-3]
     k, v = (x.repeat_interleave(group, -3) for x in (k, v))
     scores = scores_of(q, k, bias)
-    away = (
-        torch.arange(k.shape[-2], device=q.device)
-        - torch.arange(q.shape[-2], device=q.device)[:, None]
-    )
+    away = torch.arange(k.shape[-2], device=q.device) - torch.arange(q.shape[-2], device=q.device)[:, None]
     away = away - (k.shape[-2] - q.shape[-2] if causal else 0)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[..., None, None] * away.abs()
@@ -56,20 +53,23 @@ def packed_attention(
     """(out ``[T, H, Dv]``, lse ``[H, T]``); the bias is per key, ``[H, 1, Tk]``."""
     outs, lses = [], []
     edges = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for n, (a, b, c, d) in enumerate(
-        zip(edges[0], edges[0][1:], edges[1], edges[1][1:], strict=False)
-    ):
+    for n, (a, b, c, d) in enumerate(zip(edges[0], edges[0][1:], edges[1], edges[1][1:], strict=False)):
         keep = None
         if dropout_seed is not None:
             shape = (1, q.shape[1], b - a, d - c)
             keep = flashsci.dropout_mask(dropout_seed, dropout_p, shape, batch_offset=n)[0]
         out, lse = softmax_attention(
-            q[a:b].transpose(0, 1), k[c:d].transpose(0, 1), v[c:d].transpose(0, 1),
+            q[a:b].transpose(0, 1),
+            k[c:d].transpose(0, 1),
+            v[c:d].transpose(0, 1),
             bias=None if bias is None else bias[..., c:d],
             key_weight=None if key_weight is None else key_weight[..., c:d],
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes[n], sink=sink, keep=keep, dropout_p=dropout_p,
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes[n],
+            sink=sink,
+            keep=keep,
+            dropout_p=dropout_p,
             causal=causal,
-        )  # fmt: skip
+        )
         outs.append(out.transpose(0, 1))
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses, -1)
@@ -83,10 +83,7 @@ def paged(
     outs, lses = [], []
     edges = cu_seqlens_q.tolist()
     for n, used in enumerate(seqused_k.tolist()):
-        k, v = (
-            cache[block_table[n].long()].flatten(0, 1)[:used].transpose(0, 1)
-            for cache in (k_cache, v_cache)
-        )
+        k, v = (cache[block_table[n].long()].flatten(0, 1)[:used].transpose(0, 1) for cache in (k_cache, v_cache))
         if k_scale is not None:
             k = k * k_scale[n][:, None, None]
         if v_scale is not None:
@@ -106,10 +103,7 @@ def backward(
     """dq, dk, dv, then dbias and dkey_weight where these are given: as many heads of keys as of queries."""
     scores = scores_of(q, k, bias)
     if alibi_slopes is not None:
-        away = (
-            torch.arange(k.shape[-2], device=q.device)
-            - torch.arange(q.shape[-2], device=q.device)[:, None]
-        )
+        away = torch.arange(k.shape[-2], device=q.device) - torch.arange(q.shape[-2], device=q.device)[:, None]
         scores = scores - alibi_slopes[..., None, None] * away.abs()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)

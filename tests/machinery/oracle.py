@@ -67,14 +67,10 @@ class Differentiated:
 
     def __init__(self, entry: Entry, row: str, count: int | None) -> None:
         self.entry, self.row, self.count = entry, row, count
-        self.inputs = {
-            n: x.double() if x.is_floating_point() else x for n, x in entry.inputs(row).items()
-        }
+        self.inputs = {n: x.double() if x.is_floating_point() else x for n, x in entry.inputs(row).items()}
 
     def __call__(self, x: Tensor) -> Results:
-        return tuple(self.entry.formula(substituted(self.entry, self.inputs, self.row, x)))[
-            : self.count
-        ]
+        return tuple(self.entry.formula(substituted(self.entry, self.inputs, self.row, x)))[: self.count]
 
 
 def variable_of(entry: Entry, row: str) -> str:
@@ -98,9 +94,7 @@ def substituted(entry: Entry, inputs: dict[str, Tensor], row: str, x: Tensor) ->
         return inputs | {variable: x}
     names = variable.split("+")
     parts = x.split([inputs[n].numel() for n in names])
-    return inputs | {
-        n: part.reshape(inputs[n].shape).clone() for n, part in zip(names, parts, strict=True)
-    }
+    return inputs | {n: part.reshape(inputs[n].shape).clone() for n, part in zip(names, parts, strict=True)}
 
 
 def where(name: str, row: str, other: bool = False) -> Tensor:
@@ -116,9 +110,7 @@ def where(name: str, row: str, other: bool = False) -> Tensor:
 
 @functools.cache
 def value(name: str, row: str, count: int | None, other: bool = False) -> Results:
-    return tuple(
-        x.detach() for x in Differentiated(ENTRIES[name], row, count)(where(name, row, other))
-    )
+    return tuple(x.detach() for x in Differentiated(ENTRIES[name], row, count)(where(name, row, other)))
 
 
 @functools.cache
@@ -141,9 +133,7 @@ def _gradient(number: Tensor, x: Tensor, create_graph: bool = False) -> Tensor:
     """Zeros where the number does not depend on x."""
     if not number.requires_grad:
         return torch.zeros_like(x)
-    (found,) = torch.autograd.grad(
-        number, x, retain_graph=True, create_graph=create_graph, allow_unused=True
-    )
+    (found,) = torch.autograd.grad(number, x, retain_graph=True, create_graph=create_graph, allow_unused=True)
     if found is None:
         return torch.zeros_like(x)
     return found if create_graph else found.detach()

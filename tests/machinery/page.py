@@ -42,11 +42,7 @@ class Notes:
 
 def _cell(found: Found, name: str, row: str, machinery: str, notes: Notes) -> str:
     by: dict[str, list[str]] = defaultdict(list)
-    outcomes = {
-        b: found[name, row, machinery, b]
-        for b in ENTRIES[name].backends
-        if (name, row, machinery, b) in found
-    }
+    outcomes = {b: found[name, row, machinery, b] for b in ENTRIES[name].backends if (name, row, machinery, b) in found}
     for backend, outcome in outcomes.items():
         if outcome.kind == ABSENT:
             continue
@@ -61,12 +57,7 @@ def _cell(found: Found, name: str, row: str, machinery: str, notes: Notes) -> st
 
 def _short(why: str) -> str:
     """A reason as it reads beside others: without the numbers and names of one call."""
-    why = (
-        why.split("; use backend=")[0]
-        .split("; these can:")[0]
-        .replace("|", "\\|")
-        .replace("<", "&lt;")
-    )
+    why = why.split("; use backend=")[0].split("; these can:")[0].replace("|", "\\|").replace("<", "&lt;")
     return why if len(why) <= 200 else why[:199] + "…"
 
 
@@ -108,9 +99,5 @@ def where() -> str:
 
     import flashsci
 
-    gpu = (
-        torch.cuda.get_device_name()
-        if device() == "cuda"
-        else "no GPU: Triton interpreted, without the cuda backend"
-    )
+    gpu = torch.cuda.get_device_name() if device() == "cuda" else "no GPU: Triton interpreted, without the cuda backend"
     return f"{gpu}; torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}, flashsci {flashsci.__version__}"

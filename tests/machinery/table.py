@@ -44,9 +44,7 @@ class Cell:
             rare = max(1, round((machinery.seconds / compilers.SECONDS) ** 0.5))
             if draw % (TRACED * rare**4) == 0:
                 return ALWAYS
-            whole = (
-                call.name == "attention" and call.row == "q" and call.backend in ("triton", "auto")
-            )
+            whole = call.name == "attention" and call.row == "q" and call.backend in ("triton", "auto")
             return SLOW if whole or draw % (TRACED_SLOWLY * rare) == 0 else FULL
         if call.device != "cpu":
             return ALWAYS

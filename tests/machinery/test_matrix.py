@@ -42,24 +42,13 @@ def public_functions():
     import flashsci.distributed as fd
 
     functions = [getattr(module, name) for module in (flashsci, fd) for name in module.__all__]
-    return [
-        f
-        for f in functions
-        if inspect.isfunction(f) and f is not flashsci.explain and tensor_arguments(f)
-    ]
+    return [f for f in functions if inspect.isfunction(f) and f is not flashsci.explain and tensor_arguments(f)]
 
 
-@pytest.mark.parametrize(
-    "function", public_functions(), ids=lambda f: f"{f.__module__}.{f.__name__}"
-)
+@pytest.mark.parametrize("function", public_functions(), ids=lambda f: f"{f.__module__}.{f.__name__}")
 def test_every_tensor_argument_is_described(function):
     """A new argument, or a new function, needs a row in entries.py."""
-    described = {
-        n
-        for entry in ENTRIES.values()
-        if entry.function is function
-        for n in (*entry.needed, *entry.others)
-    }
+    described = {n for entry in ENTRIES.values() if entry.function is function for n in (*entry.needed, *entry.others)}
     assert described == tensor_arguments(function)
 
 
@@ -133,10 +122,7 @@ def _raised(function):
 
 def test_errors_without_advice_are_raw():
     q = torch.randn(2, 4, 8)
-    assert (
-        _raised(lambda: flashsci.attention(q, q, q, alibi_slopes=torch.ones(2), backend="sdpa"))
-        == REFUSED
-    )
+    assert _raised(lambda: flashsci.attention(q, q, q, alibi_slopes=torch.ones(2), backend="sdpa")) == REFUSED
     assert _raised(lambda: q @ q) == RAW
     assert _raised(lambda: torch.vmap(lambda x: x.item())(q)) == RAW
 
@@ -167,9 +153,7 @@ def test_tensors_have_derivatives_whoever_asks_first(monkeypatch):
 @pytest.mark.parametrize("kinds, status", [((RIGHT, REFUSED), 0), ((RIGHT, WRONG), 1), ((), 1)])
 def test_the_exit_status_tells_of_bad_cells(tmp_path, monkeypatch, kinds, status):
     kept = tmp_path / "cells.json"
-    lines = [
-        json.dumps(["merge", "outs", str(n), "auto", kind, "", 0.1]) for n, kind in enumerate(kinds)
-    ]
+    lines = [json.dumps(["merge", "outs", str(n), "auto", kind, "", 0.1]) for n, kind in enumerate(kinds)]
     kept.write_text("\n".join(lines))
     monkeypatch.setattr(sys, "argv", ["tests.machinery", "--read", str(kept)])
     assert __main__.main() == status
@@ -178,8 +162,6 @@ def test_the_exit_status_tells_of_bad_cells(tmp_path, monkeypatch, kinds, status
 def test_some_of_everything_is_always_run():
     """The sample of cells leaves out no tensor, no machinery and no backend."""
     always = [cell for cell in cells("cpu") if cell.when == ALWAYS]
-    assert {(c.call.name, c.call.row) for c in always} == {
-        (e.name, row) for e in OWN for row in e.rows
-    }
+    assert {(c.call.name, c.call.row) for c in always} == {(e.name, row) for e in OWN for row in e.rows}
     sampled = {c.machinery.name for c in cells("cpu") if c.when in (ALWAYS, SLOW)}
     assert sampled == {c.machinery.name for c in cells("cpu")}

@@ -41,10 +41,7 @@ class Program:
         """Of the leaves: plain, recorded, and of a function of the recorded ones."""
         generator = torch.Generator().manual_seed(self.seed)
         shapes = *((1, HEADS, ROWS, DIM),) * 2, (1, HEADS, ROWS, ROWS)
-        leaves = [
-            torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
-            for shape in shapes
-        ]
+        leaves = [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
         with flashsci.use_backend(backend):
             total = self.total(leaves)
         chosen = dict(allow_unused=True, materialize_grads=True)
@@ -58,12 +55,15 @@ class Program:
         total = leaves[0].new_zeros(())
         for kind, places, bias_kind, option, added in self.calls:
             q, k, v, plane = (
-                of[int(place * len(of))]
-                for of, place in zip((rows, rows, rows, planes), places, strict=True)
+                of[int(place * len(of))] for of, place in zip((rows, rows, rows, planes), places, strict=True)
             )
             bias = {
-                "none": None, "plane": plane, "shared": plane[:, :1], "of rows": plane * q.mean(), "of products": q @ k.mT,
-            }[bias_kind]  # fmt: skip
+                "none": None,
+                "plane": plane,
+                "shared": plane[:, :1],
+                "of rows": plane * q.mean(),
+                "of products": q @ k.mT,
+            }[bias_kind]
             out, more, scores = call(kind, q, k, v, bias, options_of(option, q, k))
             total = total + more
             rows = [*rows, out + q if added else out]
@@ -76,9 +76,12 @@ class Program:
 
 def options_of(name: str, q: Tensor, k: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "sink": q.mean((0, 2, 3)), "key_weight": k.mean(-1).sigmoid(), "causal": True, "softcap": 3.0,
+        "sink": q.mean((0, 2, 3)),
+        "key_weight": k.mean(-1).sigmoid(),
+        "causal": True,
+        "softcap": 3.0,
         "mask": torch.ones(ROWS, ROWS, dtype=torch.bool, device=q.device).tril(),
-    }  # fmt: skip
+    }
     return {name: found[name]} if name else {}
 
 
@@ -118,7 +121,7 @@ def test_programs(backend):
             continue
         served += 1
         true = program.gradients("reference", torch.float64)
-        names = [f"{order} gradient {i}" for order in ("plain", "recorded", "second") for i in range(3)]  # fmt: skip
+        names = [f"{order} gradient {i}" for order in ("plain", "recorded", "second") for i in range(3)]
         for name, a, b in zip(names, found, true, strict=True):
             error, size = (a.double() - b).abs().max().item(), max(1.0, b.abs().max().item())
             assert error <= 1e-3 * size, f"{name}: {error:.2g} of {size:.2g}; {program!r}"

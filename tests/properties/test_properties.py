@@ -113,11 +113,7 @@ def test_order_of_keys_does_not_matter(backend):
         order = order.to(DEVICE)
 
         def turn(x, dim):
-            return (
-                x
-                if x is None or (x.shape[dim] == 1 and case.seq_k != 1)
-                else x.detach().index_select(dim, order)
-            )
+            return x if x is None or (x.shape[dim] == 1 and case.seq_k != 1) else x.detach().index_select(dim, order)
 
         moved = replace(
             inputs,
@@ -139,20 +135,14 @@ def test_order_of_keys_does_not_matter(backend):
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in NO_LSE])
 def test_a_constant_added_to_a_row_of_scores_moves_only_the_lse(backend):
-    pool = [
-        replace(v, bias="pair", bias_float=True, sink=None)
-        for v in served(PLAIN, backend)
-        if not v.mask
-    ]
+    pool = [replace(v, bias="pair", bias_float=True, sink=None) for v in served(PLAIN, backend) if not v.mask]
 
     def body(case):
         case = bearable(case, backend)
         # A number that stands for a mask leaves nothing of what is added to it.
         case = replace(case, bias_shape=case.score_shape, bias_view="contiguous", bias_number="")
         inputs = make_inputs(case, DEVICE)
-        shift = torch.randint(
-            -8, 9, case.score_shape[:-1], generator=torch.Generator().manual_seed(1)
-        )
+        shift = torch.randint(-8, 9, case.score_shape[:-1], generator=torch.Generator().manual_seed(1))
         shift = shift.to(DEVICE)[..., None]  # integers: the sum rounds little
         found = run(replace(inputs, bias=inputs.bias.detach() + shift), backend)
         found["lse"] = found["lse"] - shift[..., 0]
@@ -193,9 +183,7 @@ def test_parts_merged_by_their_lse_are_the_whole(backend):
             for keys in (slice(0, cut), slice(cut, None))
         ]
         lse = torch.logaddexp(parts[0]["lse"], parts[1]["lse"])
-        weights = [
-            torch.exp(p["lse"] - torch.where(torch.isinf(lse), 0.0, lse))[..., None] for p in parts
-        ]
+        weights = [torch.exp(p["lse"] - torch.where(torch.isinf(lse), 0.0, lse))[..., None] for p in parts]
         out = sum(w * p["out"].float() for w, p in zip(weights, parts, strict=True))
         judge = Judge(inputs)
         judge.floor = {n: 4 * x for n, x in judge.floor.items()}  # two more roundings of each part
@@ -212,16 +200,11 @@ def test_parts_merged_by_their_lse_are_the_whole(backend):
 def test_key_weights_are_a_quotient_of_two_plain_attentions(backend):
     """out = A(w v) / A(w) with A the attention without weights: a formula without logarithms, exact at zero."""
     pool = [
-        replace(
-            v, key_weight="float", sink=None, bias=None, mask=False, dropout=False, dtype="float32"
-        )
-        for v in PLAIN
+        replace(v, key_weight="float", sink=None, bias=None, mask=False, dropout=False, dtype="float32") for v in PLAIN
     ]
 
     def body(case):
-        case = replace(
-            case, weight_shape=case.key_shape, weight_zeros="some", magnitude="unit", scale=None
-        )
+        case = replace(case, weight_shape=case.key_shape, weight_zeros="some", magnitude="unit", scale=None)
         case = replace(case, variant=replace(case.variant, key_weight_grad=False))
         inputs = replace(make_inputs(case, DEVICE), dout=None)
         wide = inputs.to(torch.float64)
@@ -242,8 +225,7 @@ def test_causal_attention_of_a_prefix_is_the_prefix(backend):
     pool = [
         v
         for v in (served(DENSE, backend) if backend in NO_LSE else DENSE)
-        if not (v.dropout or v.bias or v.key_weight or v.mask or v.lse_grad)
-        and not (backend == "cuda" and v.alibi)
+        if not (v.dropout or v.bias or v.key_weight or v.mask or v.lse_grad) and not (backend == "cuda" and v.alibi)
     ]
     pool = [replace(v, window=True) for v in pool]
 
@@ -315,21 +297,15 @@ def test_linear_in_v():
         inputs = make_inputs(replace(case, variant=replace(case.variant, dtype="float64")), DEVICE)
         inputs = replace(inputs.to(torch.float64), dout=None, dlse=None)
         other = torch.randn_like(inputs.v)
-        first, second, both = (
-            run(replace(inputs, v=v), "reference") for v in (inputs.v, other, inputs.v + a * other)
-        )
-        torch.testing.assert_close(
-            both["out"], first["out"] + a * second["out"], rtol=1e-9, atol=1e-9
-        )
+        first, second, both = (run(replace(inputs, v=v), "reference") for v in (inputs.v, other, inputs.v + a * other))
+        torch.testing.assert_close(both["out"], first["out"] + a * second["out"], rtol=1e-9, atol=1e-9)
         assert torch.equal(both["lse"], first["lse"])
 
     strategy = cases(DENSE, **LIMITS["reference"])
     settings(max_examples=20)(given(strategy, st.floats(-4, 4))(body))()
 
 
-@pytest.mark.parametrize(
-    "a, b", [("reference", "triton"), ("sdpa", "triton")] + ([("triton", "cuda")] if GPU else [])
-)
+@pytest.mark.parametrize("a, b", [("reference", "triton"), ("sdpa", "triton")] + ([("triton", "cuda")] if GPU else []))
 def test_backends_agree_with_each_other(a, b):
     pool = [v for v in served(DENSE, b) if not (v.softcap or v.dropout or v.lse_grad)]
 

@@ -10,10 +10,11 @@ from types import ModuleType
 import torch
 
 os.environ |= dict(
-    SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1",
+    SGLANG_USE_CPU_ENGINE="1",
+    HF_HUB_OFFLINE="1",
     TRITON_INTERPRET="1",  # SGLang gives tokens their slots with Triton kernels
     PYTHONWARNINGS="ignore",  # of each process, of what there is no GPU for
-)  # fmt: skip
+)
 
 try:
     import torchvision  # noqa: F401

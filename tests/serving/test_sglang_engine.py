@@ -45,7 +45,7 @@ def test_tokens_are_those_of_eager_attention(case, tmp_path, monkeypatch, capfd)
             file.write_text("")
             found = llm.generate(input_ids=prompts(), sampling_params=how)
             assert [x["output_ids"] for x in found] == expected
-            queries, places = zip(*(map(int, x.split()) for x in file.read_text().splitlines()), strict=True)  # fmt: skip
+            queries, places = zip(*(map(int, x.split()) for x in file.read_text().splitlines()), strict=True)
             assert min(queries) == 1, "decodes"
             longest.append(max(queries))
             cached.append(sum(x["meta_info"]["cached_tokens"] for x in found))

@@ -10,9 +10,13 @@ import os
 
 os.environ |= dict(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process, where calls are counted
-    VLLM_NO_USAGE_STATS="1", VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1",
-    VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-)  # fmt: skip
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_HOST_IP="127.0.0.1",
+    GLOO_SOCKET_IFNAME="lo",
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+)
 
 from types import SimpleNamespace
 
@@ -133,12 +137,16 @@ def metadata(lengths_q, lengths_k, pages, causal=True):
     """Of sequences with pages of their own, through the builder."""
     edges = torch.tensor([0, *lengths_q]).cumsum(0, dtype=torch.int32)
     table = torch.randperm(len(lengths_k) * pages).to(torch.int32).reshape(-1, pages)
-    slots = [table[n].long().repeat_interleave(16) * 16 + torch.arange(16).repeat(pages) for n in range(len(lengths_k))]  # fmt: skip
+    slots = [table[n].long().repeat_interleave(16) * 16 + torch.arange(16).repeat(pages) for n in range(len(lengths_k))]
     step = SimpleNamespace(
-        num_actual_tokens=sum(lengths_q), max_query_len=max(lengths_q), query_start_loc=edges, causal=causal,
-        seq_lens=torch.tensor(lengths_k, dtype=torch.int32), block_table_tensor=table,
+        num_actual_tokens=sum(lengths_q),
+        max_query_len=max(lengths_q),
+        query_start_loc=edges,
+        causal=causal,
+        seq_lens=torch.tensor(lengths_k, dtype=torch.int32),
+        block_table_tensor=table,
         slot_mapping=torch.cat([s[:n] for s, n in zip(slots, lengths_k, strict=True)]),
-    )  # fmt: skip
+    )
     builder = integration.FlashSciMetadataBuilder(None, [], None, torch.device("cpu"))
     return builder.build(common_prefix_len=0, common_attn_metadata=step)
 
@@ -169,12 +177,19 @@ def test_one_layer(options, causal, order):
     layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])
     attention.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
     if fp8:
-        key, value = ((x / s[..., None]).to(fp8).float() * s[..., None] for x, s in zip((key, value), scales, strict=True))  # fmt: skip
+        key, value = (
+            (x / s[..., None]).to(fp8).float() * s[..., None] for x, s in zip((key, value), scales, strict=True)
+        )
     query = torch.randn(sum(lengths_q) + 2, 4, 16)
     out = torch.full_like(query, 7.0)
     assert attention.forward(layer, query, None, None, cache, step, out) is out
     assert (out[sum(lengths_q) :] == 7).all()
-    named = dict(causal=causal, window=options.get("sliding_window"), softcap=options.get("logits_soft_cap"), sinks=options.get("sinks"))  # fmt: skip
+    named = dict(
+        causal=causal,
+        window=options.get("sliding_window"),
+        softcap=options.get("logits_soft_cap"),
+        sinks=options.get("sinks"),
+    )
     total = sum(lengths_q), sum(lengths_k)
     parts = zip(*(x[:n].split(s) for x, n, s in ((out, total[0], lengths_q), (query, total[0], lengths_q), (key, total[1], lengths_k), (value, total[1], lengths_k))), strict=True)  # fmt: skip
     for part in parts:
@@ -202,7 +217,7 @@ def test_steps():
     assert other.block_table is table and other.slot_mapping is slots
     assert step.block_table is not table and other.seq_lens is step.seq_lens
     assert builder.get_cudagraph_support(None, None) == AttentionCGSupport.UNIFORM_BATCH
-    assert not layer_of().forward(None, torch.ones(2, 4, 16), None, None, None, None, torch.ones(2, 4, 16)).any()  # fmt: skip
+    assert not layer_of().forward(None, torch.ones(2, 4, 16), None, None, None, None, torch.ones(2, 4, 16)).any()
 
 
 def test_refusals():
@@ -226,16 +241,14 @@ def reasons(**options):
 
 
 def test_what_vllm_is_told():
-    everything = dict(has_sink=True, has_sliding_window=True, use_non_causal=True, use_per_head_quant_scales=True)  # fmt: skip
+    everything = dict(has_sink=True, has_sliding_window=True, use_non_causal=True, use_per_head_quant_scales=True)
     for kind in AttentionType:
         for cache in ("auto", "fp8", "fp8_e5m2", "float16"):
             assert reasons(attn_type=kind, kv_cache_dtype=cache, **everything) == []
     assert reasons(head_size=576) == ["head_size not supported"]
     assert reasons(block_size=8) == ["block_size not supported"]
     assert reasons(use_mla=True) == ["MLA not supported"]
-    hopper, turing = (
-        SimpleNamespace(major=major, minor=minor) for major, minor in ((9, 0), (7, 5))
-    )
+    hopper, turing = (SimpleNamespace(major=major, minor=minor) for major, minor in ((9, 0), (7, 5)))
     assert reasons(kv_cache_dtype="fp8", device_capability=hopper) == []
     assert reasons(device_capability=turing) == []
     assert len(reasons(kv_cache_dtype="fp8", device_capability=turing)) == 1

@@ -16,12 +16,16 @@ CONFIGS = {
     "mistral": lambda **o: transformers.MistralConfig(**SIZES | dict(sliding_window=20) | o),
     # SGLang reads `hidden_act`, which checkpoints have beside `hidden_activation`.
     "gemma2": lambda **o: transformers.Gemma2Config(
-        **SIZES | dict(sliding_window=20, attn_logit_softcapping=2.0, query_pre_attn_scalar=8, hidden_act="gelu_pytorch_tanh") | o
+        **SIZES
+        | dict(sliding_window=20, attn_logit_softcapping=2.0, query_pre_attn_scalar=8, hidden_act="gelu_pytorch_tanh")
+        | o
     ),
     "mellum": lambda **o: transformers.MellumConfig(
-        **SIZES | dict(sliding_window=20, layer_types=["sliding_attention", "full_attention"], mlp_layer_types=["dense"] * 2) | o
+        **SIZES
+        | dict(sliding_window=20, layer_types=["sliding_attention", "full_attention"], mlp_layer_types=["dense"] * 2)
+        | o
     ),
-}  # fmt: skip
+}
 NEW = 12  # tokens
 LENGTHS = (1, 5, 40, 90, 17, 33)
 

@@ -28,9 +28,7 @@ def wide(*shape):
 
 def scores_tensors(rows):
     """What attention takes beside q, k, v."""
-    return {
-        "sink": wide(2), "alibi_slopes": wide(2).abs(), "dropout_seed": torch.tensor([3, 4]), **rows
-    }  # fmt: skip
+    return {"sink": wide(2), "alibi_slopes": wide(2).abs(), "dropout_seed": torch.tensor([3, 4]), **rows}
 
 
 def dense():
@@ -207,10 +205,14 @@ def paged():
 
 def written():
     return {
-        "key": torch.randn(3, 2, 16), "value": torch.randn(3, 2, 16), "k_cache": torch.zeros(4, 16, 2, 16),
-        "v_cache": torch.zeros(4, 16, 2, 16), "slot_mapping": torch.tensor([1, 20, 40]), "k_scale": torch.tensor(0.5),
+        "key": torch.randn(3, 2, 16),
+        "value": torch.randn(3, 2, 16),
+        "k_cache": torch.zeros(4, 16, 2, 16),
+        "v_cache": torch.zeros(4, 16, 2, 16),
+        "slot_mapping": torch.tensor([1, 20, 40]),
+        "k_scale": torch.tensor(0.5),
         "v_scale": torch.tensor(2.0),
-    }  # fmt: skip
+    }
 
 
 def write(**given):
@@ -239,9 +241,11 @@ REFUSED = [
     for call, (entry, tensors, _) in WITHOUT.items()
     for name, x in tensors().items()
     for mode in Asked
-    if not getattr(ENTRIES[entry].rules[name], {Asked.REVERSE: "reverse", Asked.FORWARD: "forward", Asked.MAPPED: "mapped"}[mode])
+    if not getattr(
+        ENTRIES[entry].rules[name], {Asked.REVERSE: "reverse", Asked.FORWARD: "forward", Asked.MAPPED: "mapped"}[mode]
+    )
     and (mode is Asked.MAPPED or x.is_floating_point())
-]  # fmt: skip
+]
 
 
 def without(which, name, backend):

@@ -31,16 +31,12 @@ class Split:
     case: Case
     layout: str
     strategy: str
-    rows: tuple[int, ...] | None = (
-        None  # of each rank, where they are neither even nor head and tail
-    )
+    rows: tuple[int, ...] | None = None  # of each rank, where they are neither even nor head and tail
     keys: tuple[int, ...] | None = None
 
     def inputs(self) -> Inputs:
         inputs = make_inputs(self.case)
-        options = {
-            n: x for n, x in inputs.options.items() if not n.startswith(("max_seqlen", "dropout"))
-        }
+        options = {n: x for n, x in inputs.options.items() if not n.startswith(("max_seqlen", "dropout"))}
         return replace(inputs, options=options)
 
     def layouts(self, inputs: Inputs, world: int) -> tuple[Layout, Layout]:
@@ -48,9 +44,7 @@ class Split:
         totals = inputs.q.shape[dim], inputs.k.shape[dim]
         given = (self.rows, self.rows if inputs.varlen else self.keys)
         return tuple(
-            Layout.of(self.layout, total, world)
-            if lengths is None
-            else Layout("contiguous", lengths)
+            Layout.of(self.layout, total, world) if lengths is None else Layout("contiguous", lengths)
             for total, lengths in zip(totals, given, strict=True)
         )
 
@@ -62,9 +56,7 @@ def draw_split(choices: Any, pool: list[Variant], worlds: tuple[int, ...]) -> tu
     if case.variant.varlen:  # of a query and its key alike
         shape = case.bias_shape and (case.bias_shape[0], 1, sum(case.lens_q))
         case = replace(case, lens_k=case.lens_q, self_attention=True, bias_shape=shape)
-    if (
-        case.bias_shape and case.bias_view == "expanded"
-    ):  # to rows of its own, whose gradients are shared
+    if case.bias_shape and case.bias_view == "expanded":  # to rows of its own, whose gradients are shared
         case = replace(case, bias_view="padded")
     if 0 < case.seq_q <= world:  # a gradient of one row is refused where each rank has one
         tangents = case.variant.tangents.replace("b", "")
@@ -98,23 +90,18 @@ def _with_heads(case: Case, heads_k: int) -> Case:
     if weights is not None and len(weights) > 1 and weights[-2] != 1:
         weights = (*weights[:-2], heads_k, weights[-1])
     bias, mask = pairs(case.bias_shape), pairs(case.mask_shape)
-    return replace(
-        case, heads_k=heads_k, rank=rank, bias_shape=bias, mask_shape=mask, weight_shape=weights
-    )
+    return replace(case, heads_k=heads_k, rank=rank, bias_shape=bias, mask_shape=mask, weight_shape=weights)
 
 
 def pool() -> list[Variant]:
     """Every feature that distributed calls have, alone and together."""
-    plain = [
-        Variant(dtype=d, window=w, lse_grad=g)
-        for d in DTYPES
-        for w in (False, True)
-        for g in (False, True)
-    ]
+    plain = [Variant(dtype=d, window=w, lse_grad=g) for d in DTYPES for w in (False, True) for g in (False, True)]
     pairs = [
         Variant(dtype=d, bias=b, bias_grad=True, bias_float=f, mask=m, window=w)
-        for d in DTYPES[:2] for b in ("pair", "key") for f, m, w in ((False, False, False), (True, True, True))
-    ]  # fmt: skip
+        for d in DTYPES[:2]
+        for b in ("pair", "key")
+        for f, m, w in ((False, False, False), (True, True, True))
+    ]
     weights = [
         Variant(
             key_weight="float",
@@ -128,8 +115,10 @@ def pool() -> list[Variant]:
     ]
     packed = [
         Variant(dtype=d, varlen=True, window=w, bias=b, bias_grad=b is not None, lse_grad=True)
-        for d in DTYPES[:2] for w in (False, True) for b in (None, "key")
-    ]  # fmt: skip
+        for d in DTYPES[:2]
+        for w in (False, True)
+        for b in (None, "key")
+    ]
     others = [
         Variant(mask=True),
         Variant(softcap=True, window=True),
@@ -199,15 +188,11 @@ def _one(mesh: Any, split: Split) -> dict[str, Tensor]:
     for name in LEAVES:
         x = own(getattr(inputs, name), name)
         leaves[name] = None if x is None else x.detach().requires_grad_(learnt.get(name, True))
-    options = dict(
-        inputs.options, mesh=mesh, layout=split.layout, strategy=split.strategy, return_lse=True
-    )
+    options = dict(inputs.options, mesh=mesh, layout=split.layout, strategy=split.strategy, return_lse=True)
     q, k, v, bias, key_weight = leaves.values()
     if inputs.varlen:
         del options["align"]
-        out, lse = fd.varlen_attention(
-            q, k, v, inputs.cu_seqlens_q, bias=bias, key_weight=key_weight, **options
-        )
+        out, lse = fd.varlen_attention(q, k, v, inputs.cu_seqlens_q, bias=bias, key_weight=key_weight, **options)
     else:
         mask = own(inputs.mask, "mask")
         out, lse = fd.attention(q, k, v, bias=bias, key_weight=key_weight, mask=mask, **options)
@@ -228,14 +213,10 @@ def _one(mesh: Any, split: Split) -> dict[str, Tensor]:
         chosen = []
         for name, tangent in inputs.tangents.items():
             g, own_tangent = found[f"d{name[1:]}"], own(tangent, name[1:])
-            if (
-                where[name[1:]] is None and rank
-            ):  # every rank has the gradient: one of them takes its tangent
+            if where[name[1:]] is None and rank:  # every rank has the gradient: one of them takes its tangent
                 own_tangent = torch.zeros_like(own_tangent)
             chosen.append((g, own_tangent.to(g.dtype)))
-        leaves_too = {f"g{n}": x for n, x in wanted.items()} | {
-            f"gd{n}": x for n, x in cotangents.items()
-        }
+        leaves_too = {f"g{n}": x for n, x in wanted.items()} | {f"gd{n}": x for n, x in cotangents.items()}
         second = torch.autograd.grad(
             [g for g, _ in chosen],
             list(leaves_too.values()),
@@ -243,8 +224,7 @@ def _one(mesh: Any, split: Split) -> dict[str, Tensor]:
             allow_unused=True,
         )
         found |= {
-            n: torch.zeros_like(x) if g is None else g
-            for (n, x), g in zip(leaves_too.items(), second, strict=True)
+            n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves_too.items(), second, strict=True)
         }
     return {n: x.detach().clone() for n, x in found.items()}
 
@@ -257,18 +237,12 @@ def assembled(split: Split, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]
     found = {}
     for name in parts[0]:
         place = where[
-            name
-            if name in where
-            else name.removeprefix("g").removeprefix("d")
-            if name[1:] not in where
-            else name[1:]
+            name if name in where else name.removeprefix("g").removeprefix("d") if name[1:] not in where else name[1:]
         ]
         pieces = [p[name] for p in parts]
         if place is None:
             for rank, x in enumerate(pieces):
-                assert torch.equal(pieces[0], x), (
-                    f"{name} of ranks 0 and {rank} differ: {pieces[0]}, {x}"
-                )
+                assert torch.equal(pieces[0], x), f"{name} of ranks 0 and {rank} differ: {pieces[0]}, {x}"
             found[name] = pieces[0]
             continue
         side, dim = place
@@ -304,9 +278,7 @@ def agreement_of(mesh: Any, wrong: int, argument: str) -> Any:
         elif argument == "local":
             v = v[..., :3, :]
         else:
-            given[argument] = {"causal": False, "scale": 0.5, "strategy": "ring", "softcap": 3.0}[
-                argument
-            ]
+            given[argument] = {"causal": False, "scale": 0.5, "strategy": "ring", "softcap": 3.0}[argument]
     return fd.attention(q, k, v, **given)
 
 
@@ -331,9 +303,7 @@ def asked_of(mesh: Any, entry: str, name: str, way: str) -> Any:
     if entry == "varlen_attention":
         q, k, v = torch.randn(3, 6, 4, 8)
         weight, offsets = torch.rand(4, 6), torch.tensor([0, 5, 12], dtype=torch.int32)
-        given = dict(
-            q=q, k=k, v=v, cu_seqlens=offsets, bias=torch.randn(1, 1, 12), key_weight=weight
-        )
+        given = dict(q=q, k=k, v=v, cu_seqlens=offsets, bias=torch.randn(1, 1, 12), key_weight=weight)
         call = fd.varlen_attention
     elif entry == "triangle_attention":
         q, k, v = torch.randn(3, 6, 4, 12, 8)
@@ -351,9 +321,7 @@ def triangles(mesh: Any, rows: tuple[int, ...], strategy: str) -> list[Tensor]:
     own = [part(x, layout, rank, 1).requires_grad_() for x in (q, k, v)] + [
         part(bias, layout, rank, -2).requires_grad_()
     ]
-    out = fd.triangle_attention(
-        *own, mesh=mesh, mask=part(mask, layout, rank, 1), strategy=strategy
-    )
+    out = fd.triangle_attention(*own, mesh=mesh, mask=part(mask, layout, rank, 1), strategy=strategy)
     dout = part(dout, layout, rank, 1)
     plain = torch.autograd.grad(out, own, dout, retain_graph=True)
     first = torch.autograd.grad(out, own, dout, create_graph=True)
@@ -441,7 +409,10 @@ def dtensors(mesh: Any, strategy: str) -> float:
     for case in cases:
         learnt = [n for n in case if n != "mask"]
         whole = [x.clone().requires_grad_() for x in (q, k, v, *(case[n][0] for n in learnt))]
-        given = [distribute_tensor(x.detach(), mesh, p).requires_grad_() for x, p in zip(whole, (rows,) * 3 + tuple(case[n][1] for n in learnt), strict=True)]  # fmt: skip
+        given = [
+            distribute_tensor(x.detach(), mesh, p).requires_grad_()
+            for x, p in zip(whole, (rows,) * 3 + tuple(case[n][1] for n in learnt), strict=True)
+        ]
         expected, found = [], []
         for tensors, results, cut, function in (
             (whole, expected, lambda x, p: x, flashsci.attention),
@@ -474,9 +445,7 @@ def forces(mesh: Any, strategy: str) -> list[Tensor]:
     layout = Layout.of("contiguous", len(positions), mesh.size())
     rank = mesh.get_local_rank()
     own = part(positions, layout, rank, 0).requires_grad_()
-    found, loss = force_step(
-        own, part(targets, layout, rank, 0), weights, partial(_distributed(strategy), mesh=mesh)
-    )
+    found, loss = force_step(own, part(targets, layout, rank, 0), weights, partial(_distributed(strategy), mesh=mesh))
     gradients = torch.autograd.grad(loss, weights)
     for g in gradients:
         dist.all_reduce(g, group=mesh.get_group())
@@ -513,9 +482,7 @@ class Layer(torch.nn.Module):
         q, k, v = self.projection(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         if self.mesh is None:
             return x + flashsci.attention(q, k, v, causal=True).transpose(1, 2).flatten(-2)
-        out = fd.attention(
-            q, k, v, mesh=self.mesh, causal=True, layout="head_tail", strategy=self.strategy
-        )
+        out = fd.attention(q, k, v, mesh=self.mesh, causal=True, layout="head_tail", strategy=self.strategy)
         return x + out.transpose(1, 2).flatten(-2)
 
 
@@ -550,9 +517,7 @@ def _compiled_alike(function: Any, inputs: list[Tensor], backend: str, *paramete
         out = run(*leaves)
         found.append((out, *torch.autograd.grad(out.square().sum(), [*leaves, *parameters])))
     if backend == "inductor":
-        return all(
-            torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(*found, strict=True)
-        )
+        return all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(*found, strict=True))
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -590,9 +555,9 @@ def own_communicator(mesh: Any) -> bool:
 
 def repeated(mesh: Any, strategy: str) -> bool:
     """Whether a call gives the same bits twice."""
-    q, k, v = torch.randn(
-        3, 1, 4, 33, 16, generator=torch.Generator().manual_seed(mesh.get_local_rank())
-    ).to(mesh.device_type, torch.bfloat16)
+    q, k, v = torch.randn(3, 1, 4, 33, 16, generator=torch.Generator().manual_seed(mesh.get_local_rank())).to(
+        mesh.device_type, torch.bfloat16
+    )
     bias = torch.ones(4, 1, 33 * mesh.size(), device=mesh.device_type)
     found = []
     for _ in range(2):
@@ -655,7 +620,7 @@ def inside_torchs_context_parallel(mesh: Any, causal: bool) -> float:
         with (
             patch.object(functional, scaled_dot_product_attention.__name__, scaled_dot_product_attention),
             context_parallel(mesh, buffers=[idle], buffer_seq_dims=[0]),
-        ):  # fmt: skip
+        ):
             out = functional.scaled_dot_product_attention(*leaves, is_causal=causal)
             found = [out, *torch.autograd.grad(out, leaves, own[3])]
     finally:

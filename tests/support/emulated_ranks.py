@@ -95,9 +95,7 @@ class World:
             part.copy_(kept.view(part.shape))
         return Done(self, None if _agrees(x) else number)
 
-    def all_to_all(
-        self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Done:
+    def all_to_all(self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Done:
         sent = list(sent) or [len(x) // self.size] * self.size
         received = list(received) or [len(out) // self.size] * self.size
         number = self._collective(x, x[:1].nbytes * (sum(sent) - sent[self.rank]))
@@ -182,9 +180,7 @@ class Group(dist.ProcessGroup):
     def all_gather_single(self, out: Tensor, x: Tensor, options: Any = None) -> Done:
         return self.world.all_gather(out, x)
 
-    def all_gather_single_coalesced(
-        self, outs: list[Tensor], tensors: list[Tensor], options: Any = None
-    ) -> Done:
+    def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], options: Any = None) -> Done:
         return [self.world.all_gather(out, x) for out, x in zip(outs, tensors, strict=True)][-1]
 
     def all_to_all_single(

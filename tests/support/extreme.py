@@ -141,9 +141,7 @@ def whole_rows_with_a_gradient(backend, device, number, dtype, kind="pair", orde
             assert x.abs().max() <= 2 * most, f"{name} reaches {x.abs().max():.3g}, may {most:.3g}"
 
 
-def one_key_wins(
-    backend, device, dtype, size, scale, seq=40, dim=32, lse=True, tangents=False, **options
-):
+def one_key_wins(backend, device, dtype, size, scale, seq=40, dim=32, lse=True, tangents=False, **options):
     """Scores of which softmax is exactly a maximum: query i sees key perm(i) alone, which is right in every dtype.
 
     q and k are +-size: all products and sums are exact, and the largest score stands alone.
@@ -220,9 +218,7 @@ def slope_of_a_sharp_softcap(backend, device, dtype, saturation, lse=False):
     truth = dict(zip(("dq", "dk", "gq", "gk"), (*first, *second), strict=True))
     q, k, v, dout, tq, tk = tensors
     named = {"tq": tq, "tk": tk}
-    inputs = Inputs(
-        q, k, v, None, None, dout, options={"softcap": 1.0, "scale": 1.0}, tangents=named
-    )
+    inputs = Inputs(q, k, v, None, None, dout, options={"softcap": 1.0, "scale": 1.0}, tangents=named)
     found = evaluate(inputs, backend, lse=lse)
     for name, x in truth.items():
         x = x.detach().to(device)
@@ -242,9 +238,7 @@ def softcap_far_above_the_scores(backend, device, dtype, softcap, seq=23, dim=16
     Judge(inputs, fused=backend != "reference").require(evaluate(inputs, backend))
 
 
-def sums_near_the_end_of_fp32(
-    backend, device, dtype, which, seq=20, dim=16, tangents=True, lse=True
-):
+def sums_near_the_end_of_fp32(backend, device, dtype, which, seq=20, dim=16, tangents=True, lse=True):
     """Products q k^T of 1e36 before a scale of 1e-36, and values of 1e27: finite sums, and accurate results."""
     q, k, v, dout, tq, tk, tv = draw(device, torch.float32, 17, *[(1, 2, seq, dim)] * 7)
     of_q, of_v = (2.0**58, 1.0) if which == "products" else (1.0, 2.0**90)
@@ -274,12 +268,8 @@ def weights_below_the_smallest_normal_number(
     named = dict(zip(names, (*directions, tweight.to(device)), strict=True)) if tangents else {}
     given = Inputs(q, k, v, dout=dout, key_weight=weight, tangents=named)
     if bias:
-        given = replace(
-            given, bias=torch.full((seq_q, seq_k), bias, device=device), bias_grad=False
-        )
-    found, truth = (
-        evaluate(replace(given, key_weight=w), backend, deterministic=True) for w in (weight, zeros)
-    )
+        given = replace(given, bias=torch.full((seq_q, seq_k), bias, device=device), bias_grad=False)
+    found, truth = (evaluate(replace(given, key_weight=w), backend, deterministic=True) for w in (weight, zeros))
     for name, x in truth.items():
         assert torch.equal(found[name], x), f"{name} is not that of weights of zero"
         assert torch.isfinite(x).all() or name in ("lse", "tlse"), f"{name} is not finite"
@@ -294,18 +284,14 @@ def sharp_softcap_and_scores_of_thirty(backend, device, seq=64, dim=128, lse=Fal
     found = evaluate(inputs, backend, lse=lse)
     for name in ("out", "dq", "dk", "dv"):
         error, base = ((x[name].double() - truth[name]).norm() for x in (found, plain))
-        assert error <= 4 * base + 1e-6 * truth[name].norm(), (
-            f"{name}: {error:.3g}, plain {base:.3g}"
-        )
+        assert error <= 4 * base + 1e-6 * truth[name].norm(), f"{name}: {error:.3g}, plain {base:.3g}"
 
 
 def gradients_under_a_given_lse(backend, device, dtype, number):
     """attention_backward of rows that see nothing but a mask's number: finite, and zero where dout is."""
     inputs, dead = masked(number, "whole rows", "pair", dtype, device, 1)
     with flashsci.use_backend(backend, strict=True), torch.no_grad():
-        out, lse = flashsci.attention(
-            inputs.q, inputs.k, inputs.v, bias=inputs.bias, return_lse=True, backend=backend
-        )
+        out, lse = flashsci.attention(inputs.q, inputs.k, inputs.v, bias=inputs.bias, return_lse=True, backend=backend)
         found = flashsci.attention_backward(
             inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, bias=inputs.bias, backend=backend
         )

@@ -153,11 +153,7 @@ def _block(b, dtype, wrong):
     if wrong == "number hides a whole row":
         scores = scores.masked_fill(scores < -1e8, -math.inf)
     keep = b.keep.float()
-    top = (
-        scores.amax(-1, keepdim=True)
-        if scores.shape[-1]
-        else scores.new_zeros(*scores.shape[:-1], 1)
-    )
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
     top = torch.where(top == -math.inf, 0.0, top)
     base = 1.0 if wrong == "natural exponent for 2" else math.log2(math.e)
     p = torch.exp2((scores - top) * base)
@@ -202,8 +198,11 @@ def _block(b, dtype, wrong):
     if wrong == "one row not written" and out.numel():
         results["out"] = torch.cat([torch.zeros_like(out[..., :1, :]), out[..., 1:, :]], -2)
     if b.bias is not None:
-        part = ds * (torch.arange(len(ds)).view(-1, *(1,) * (ds.dim() - 1)) == 0) if (
-            wrong == "bias gradient of one batch entry") else ds  # fmt: skip
+        part = (
+            ds * (torch.arange(len(ds)).view(-1, *(1,) * (ds.dim() - 1)) == 0)
+            if (wrong == "bias gradient of one batch entry")
+            else ds
+        )
         results["dbias"] = part.sum_to_size(b.bias.shape)
     if b.sink is not None:
         of_sink = torch.where(lse == -math.inf, 0.0, torch.exp(b.sink - lse))
@@ -263,9 +262,7 @@ def second_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     zeta = 0 * zeta if wrong == "zeta forgotten" else zeta
     e = p * (keep * (dout @ turn(v)) - delta)
     f = e * (t - mean) + p * (keep * (dout @ turn(tv)) - zeta)
-    bend = (
-        0 * tanh if not b.softcap or wrong == "softcap not bent" else -2 / b.softcap * tanh * slope
-    )
+    bend = 0 * tanh if not b.softcap or wrong == "softcap not bent" else -2 / b.softcap * tanh * slope
     e_raw, f_raw = low(e * slope), low(f * slope + bend * t_raw * e)
     gq, gk = f_raw @ k, turn(f_raw) @ q
     gq = gq if wrong == "E tk forgotten" else gq + e_raw @ tk
@@ -275,7 +272,12 @@ def second_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     if wrong == "first row not written":
         gq = torch.cat([torch.zeros_like(gq[..., :1, :]), gq[..., 1:, :]], -2)
     return {
-        "gq": gq.to(dtype), "gk": (b.scale * gk).to(dtype), "gv": gv.to(dtype),
-        "gbias": f.sum_to_size(b.bias.shape).to(inputs.bias.dtype), "gdout": tout.to(dtype), "gdlse": mean[..., 0],
-        "tout": tout.to(dtype), "tlse": mean[..., 0],
-    }  # fmt: skip
+        "gq": gq.to(dtype),
+        "gk": (b.scale * gk).to(dtype),
+        "gv": gv.to(dtype),
+        "gbias": f.sum_to_size(b.bias.shape).to(inputs.bias.dtype),
+        "gdout": tout.to(dtype),
+        "gdlse": mean[..., 0],
+        "tout": tout.to(dtype),
+        "tlse": mean[..., 0],
+    }

@@ -47,9 +47,7 @@ def naive(
                 continue
             if mask is not None and not mask[(*place, j)]:
                 continue
-            score = torch.dot(q[place], k[(*key_head, j)]) * (
-                q.shape[-1] ** -0.5 if scale is None else scale
-            )
+            score = torch.dot(q[place], k[(*key_head, j)]) * (q.shape[-1] ** -0.5 if scale is None else scale)
             if softcap:
                 score = softcap * torch.tanh(score / softcap)
             if bias is not None:

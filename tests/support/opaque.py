@@ -14,9 +14,7 @@ FUSED = True
 
 def _wide(x, heads):
     """Key heads repeated for their query heads."""
-    return (
-        x if x.dim() < 3 or x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
-    )
+    return x if x.dim() < 3 or x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
 
 
 def _narrow(x, like):
@@ -76,8 +74,7 @@ def _call(tensors, scalars):
 
 def _fill(need, likes, found):
     return tuple(
-        x if need >> i & 1 else like.new_empty(0)
-        for i, (like, x) in enumerate(zip(likes, found, strict=True))
+        x if need >> i & 1 else like.new_empty(0) for i, (like, x) in enumerate(zip(likes, found, strict=True))
     )
 
 

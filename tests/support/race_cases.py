@@ -26,9 +26,7 @@ PAIRS = ("own", "shared", "keys")
 @cache
 def resources() -> ModuleType:
     """tools/kernels/resources.py, which knows kernels by their symbols."""
-    spec = importlib.util.spec_from_file_location(
-        "resources", ROOT / "tools" / "kernels" / "resources.py"
-    )
+    spec = importlib.util.spec_from_file_location("resources", ROOT / "tools" / "kernels" / "resources.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["resources"] = module  # its dataclass looks itself up
@@ -91,11 +89,7 @@ class Call:
             self.dtype,
             f"d{self.head_dim}",
             f"v{self.head_dim_v}",
-            *(
-                n
-                for n in ("packed", "causal", "softcap", "decoding", "short", "inside")
-                if getattr(self, n)
-            ),
+            *(n for n in ("packed", "causal", "softcap", "decoding", "short", "inside") if getattr(self, n)),
             f"bias_{self.bias}{'_fp32' * self.bias_fp32}" if self.bias else "",
             f"mask_{self.mask}" if self.mask else "",
         )
@@ -150,9 +144,7 @@ class FP8Call:
         """Names and cases: the shapes of other calls, with scales."""
         dims = self.head_dim, self.head_dim_v
         scales = ("head", self.block, self.block)
-        for i, shape in enumerate(
-            shapes(Call("sm90", "bfloat16", *dims, self.packed, self.causal), processors)
-        ):
+        for i, shape in enumerate(shapes(Call("sm90", "bfloat16", *dims, self.packed, self.causal), processors)):
             if shape.judged is not None:  # too much for a judge
                 continue
             banded = shape.window != (-1, -1)
@@ -193,9 +185,7 @@ class PagedCall:
         of them than multiprocessors, prompts, tiles without a row, rows without a key; plans that every block makes and one that
         is made ahead (more than 384 slots)."""
         banded = self.window == "both"
-        variant = PagedVariant(
-            self.dtype, self.cache, self.head_dim, self.head_dim_v, self.window, banded, banded
-        )
+        variant = PagedVariant(self.dtype, self.cache, self.head_dim, self.head_dim_v, self.window, banded, banded)
         common = dict(layout="joint rows", padding=3, left=500, heads_k=2)
         if self.cache:
             common["scales"] = "heads"
@@ -228,9 +218,7 @@ class Shape:
     window: tuple[int, int] = (-1, -1)  # of calls that are not causal
     lower_right: bool = False
     forward_only: bool = False
-    judged: int | None = (
-        None  # so many batch entries are judged, the others held against plain fp32
-    )
+    judged: int | None = None  # so many batch entries are judged, the others held against plain fp32
 
 
 def shapes(call: Call, processors: int) -> Iterator[Shape]:
@@ -251,7 +239,11 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
         heads = -(-processors // 6) * 2
         packed = replace(Shape("many", 1, heads, heads // 2, 0, 0), lower_right=True)
         yield _packed(packed, lens_q, lens_k)
-        yield _packed(replace(packed, name="mostly empty", lower_right=False), (0, 0, 0, 0, 41, 0, 0, 0, 0), (0, 0, 5, 0, 9, 0, 0, 30, 0))  # fmt: skip
+        yield _packed(
+            replace(packed, name="mostly empty", lower_right=False),
+            (0, 0, 0, 0, 41, 0, 0, 0, 0),
+            (0, 0, 5, 0, 9, 0, 0, 30, 0),
+        )
         yield _packed(Shape("one", 1, 1, 1, 0, 0, known=True), (16,), (32,))
         yield _packed(Shape("one more than processors", 1, more, more, 0, 0), (40,), (48,))
         yield _packed(Shape("long", 1, 6, 3, 0, 0), (330, 0, 200, 40), (528, 30, 0, 700))
@@ -277,7 +269,11 @@ def shapes(call: Call, processors: int) -> Iterator[Shape]:
         yield Shape("eleven heads", processors, 11, 11, 13, 16)
         yield Shape("eleven heads, three blocks of rows", processors, 11, 11, 24, 21)
         if call.inside:  # tensors that lie alike; room for four heads, and for eight
-            for name, batch, rows in (("two", 4 * processors, 14), ("three", 2 * processors, 22), ("four", processors, 29)):  # fmt: skip
+            for name, batch, rows in (
+                ("two", 4 * processors, 14),
+                ("three", 2 * processors, 22),
+                ("four", processors, 29),
+            ):
                 yield Shape(f"{name}, as many keys", batch, 3, 3, rows, rows)
                 yield Shape(f"{name}, as many keys, six heads", batch, 6, 6, rows + 2, rows + 2)
         return
@@ -491,7 +487,7 @@ def _older_forward(instance: Instance) -> Iterator[Call]:
     elif instance.variant in ("any rows, any bias or mask", "any rows, bias or mask"):
         yield replace(odd, bias="own")
         yield replace(odd, bias="shared", bias_fp32=True, mask="keys", causal=True)
-    elif found := re.fullmatch(r"16-byte rows, (16-bit|fp32) bias(, two members)?", instance.variant):  # fmt: skip
+    elif found := re.fullmatch(r"16-byte rows, (16-bit|fp32) bias(, two members)?", instance.variant):
         fp32, two = found[1] == "fp32", found[2] is not None
         yield replace(call, bias="shared" if two else "own", bias_fp32=fp32)
         if not two:

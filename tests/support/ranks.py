@@ -22,9 +22,7 @@ GRACE = 10  # beyond it, after which a process shows where it is
 PATIENCE = 240  # of a whole case
 
 
-def _rank(
-    rank: int, world: int, device: str, folder: str, pipe: Any, timeout: float, bound: bool
-) -> None:
+def _rank(rank: int, world: int, device: str, folder: str, pipe: Any, timeout: float, bound: bool) -> None:
     """A process: (function, size of the mesh, arguments) comes, (what went well, what went wrong) goes."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -83,7 +81,7 @@ def _answer(pipe: Any) -> tuple[Any, Any]:
 
 def _told(found: list[tuple[Any, Any]]) -> str:
     """What went wrong on which ranks."""
-    return "\n".join(f"rank {r}: {error[0]}\n{error[1]}" for r, (_, error) in enumerate(found) if error)  # fmt: skip
+    return "\n".join(f"rank {r}: {error[0]}\n{error[1]}" for r, (_, error) in enumerate(found) if error)
 
 
 class Ranks:
@@ -117,9 +115,7 @@ class Ranks:
             assert pipe.poll(patience), "a process did not start"
             assert pipe.recv() == "ready"
 
-    def outcomes(
-        self, function: Callable[..., Any], size: Any, **arguments: Any
-    ) -> list[tuple[Any, Any]]:
+    def outcomes(self, function: Callable[..., Any], size: Any, **arguments: Any) -> list[tuple[Any, Any]]:
         """(result, None) or (None, (error, traceback)) of each rank of the mesh of this size; the error of a dead one is "died"."""
         pipes = self.pipes[: None if isinstance(size, str) else size]
         job = _dumps((function, size, arguments))

@@ -24,7 +24,7 @@ WINDOWS = [((-1, -1), False), ((-1, 0), False), ((-1, 0), True), ((100, 0), Fals
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DIMS = {"sm90": (64, 96, 128, 192, 256), "sm80": (64, 96, 128, 192, 256), "sm75": (64, 128)}
 # (generation, dtype, head dim), one of each bucket
-CELLS = [(g, t, d) for g, dims in DIMS.items() for t in HALVES for d in dims if (g, t) != ("sm75", "bf16")]  # fmt: skip
+CELLS = [(g, t, d) for g, dims in DIMS.items() for t in HALVES for d in dims if (g, t) != ("sm75", "bf16")]
 ALL = ops.NEED_Q | ops.NEED_K | ops.NEED_V | ops.NEED_BIAS
 LABELS = ("dq", "dk", "dv", "dbias")
 Sizes = tuple[int, ...]  # batch, heads_q, heads_k, seq_q, seq_k
@@ -52,7 +52,7 @@ def require(generation: str, dtype: str) -> None:
         pytest.skip(f"{generation}: {reason}")
 
 
-def make(shape: Iterable[int], dtype: torch.dtype, layout: str = "bhsd", size: float = 1.0) -> Tensor:  # fmt: skip
+def make(shape: Iterable[int], dtype: torch.dtype, layout: str = "bhsd", size: float = 1.0) -> Tensor:
     """Normal numbers, other ones at every call, in the middle of NaN; layout "bshd": heads inside rows."""
     global _seed
     _seed += 1
@@ -199,7 +199,9 @@ class Findings:
         else:
             self.fail(name, "not refused")
 
-    def judge(self, name: str, label: str, found: Tensor, want: Tensor, base: Tensor, largest: float, norm: float) -> None:  # fmt: skip
+    def judge(
+        self, name: str, label: str, found: Tensor, want: Tensor, base: Tensor, largest: float, norm: float
+    ) -> None:
         """One tensor by the two-error rule, and by the part of its error that rescales it.
 
         largest, norm: largest value and Euclidean norm of the formula on absolute values.
@@ -211,20 +213,18 @@ class Findings:
         if not away.max().item() <= bound + 1e-30:
             bad = (~(away <= bound + 1e-30)).nonzero()
             places = f"first at {bad[0].tolist()}, last at {bad[-1].tolist()}"
-            what = (
-                f"error {away.max().item():.2e} > {bound:.2e}, {len(bad)} of {found.numel()} cells"
-            )
+            what = f"error {away.max().item():.2e} > {bound:.2e}, {len(bad)} of {found.numel()} cells"
             return self.fail(name, f"{label} {what}, {places}")
         square = want.square().sum().item()
         if norm < 32 * square**0.5:  # else what is left after cancelling shows no factor
-            gain, of_base = (
-                ((x.double() - want) * want).sum().item() / square for x in (found, base)
-            )
+            gain, of_base = (((x.double() - want) * want).sum().item() / square for x in (found, base))
             allowed = 2 * abs(of_base) + 2 * eps
             if not abs(gain) <= allowed:
                 self.fail(name, f"{label} is off by a factor 1 + {gain:.3g}, allowed {allowed:.3g}")
 
-    def judge_forward(self, name: str, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:  # fmt: skip
+    def judge_forward(
+        self, name: str, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> None:
         want, want_lse = attention(q, k, v, **options)
         base, _ = attention(q, k, v, q.dtype, **options)
         self.judge(name, "out", out, want, base, want.abs().max().item(), want.norm().item())
@@ -233,7 +233,7 @@ class Findings:
         if not torch.equal(torch.isfinite(lse), finite) or lse.isnan().any() or not error < 1e-3:
             self.fail(name, f"lse error {error:.1e}, or not finite in other rows")
 
-    def judge_backward(self, name: str, got: Iterable[Tensor], arguments: tuple[Any, ...], **options: Any) -> None:  # fmt: skip
+    def judge_backward(self, name: str, got: Iterable[Tensor], arguments: tuple[Any, ...], **options: Any) -> None:
         """arguments: dout, q, k, v, out, lse, dlse."""
         wide = (None if x is None else x.double() for x in arguments)
         want, sizes = gradients(*wide, torch.float64, **options)
@@ -242,13 +242,13 @@ class Findings:
             if g.numel():
                 self.judge(name, label, g, w, b, size.max().item(), size.norm().item())
 
-    def forward_op(self, q: Tensor, k: Tensor, v: Tensor, *, cu: tuple[Tensor, Tensor] | None = None, **options: Any) -> Callable[[], Any]:  # fmt: skip
+    def forward_op(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu: tuple[Tensor, Tensor] | None = None, **options: Any
+    ) -> Callable[[], Any]:
         """What runs the forward: (out, lse)."""
         bias, mask, *scalars = _arguments(q, options)
         offsets = cu or (None, None)
-        return lambda: op("cuda_forward")(
-            q, k, v, bias, mask, *offsets, *scalars, False, self.generation
-        )
+        return lambda: op("cuda_forward")(q, k, v, bias, mask, *offsets, *scalars, False, self.generation)
 
     def backward_op(self, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
                     cu: tuple[Tensor, Tensor] | None = None, deterministic: bool = False, need: int = ALL, **options: Any) -> Callable[[], Any]:  # fmt: skip
@@ -279,7 +279,7 @@ class Findings:
         grad_lse = torch.randn_like(lse) if dlse else None
         call = self.backward_op(
             None if no_dout else dout, grad_lse, q, k, v, out, lse, need=need, deterministic=deterministic, **options
-        )  # fmt: skip
+        )
         if refused:
             return self.refused(name, call)
         got = self.run(name, call)
@@ -304,7 +304,9 @@ class Findings:
             options["mask"] = torch.rand(mask, device=DEVICE) < 0.6
         self.backward(f"bias {shape} pad {pad}", sizes, dtype, dims, **options)
 
-    def every_use_of_a_bias(self, sizes: Sizes, dtype: torch.dtype, dims: tuple[int, int], *shape: int, **options: Any) -> None:  # fmt: skip
+    def every_use_of_a_bias(
+        self, sizes: Sizes, dtype: torch.dtype, dims: tuple[int, int], *shape: int, **options: Any
+    ) -> None:
         """A broadcast of the bias: alone, with rows and keys hidden, without its gradient, alone wanted, and with a mask of keys."""
         given = sizes, dtype, dims, *shape
         self.backward_with_bias(*given, **options)

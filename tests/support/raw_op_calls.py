@@ -6,6 +6,7 @@ An op that is missing here fails tests/cpu/call/test_every_raw_op.py: `CALLS` is
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,12 +29,8 @@ class Right(NamedTuple):
     truth: Callable[[Arguments, torch.dtype], Results] | None  # in a dtype; None: it has no numbers
     written: tuple[str, ...] = ()
     unit: float = 0.0  # what a result may be off by, if a kernel holds P in fewer bits than results
-    loose: frozenset[str] = (
-        frozenset()
-    )  # whose length kernels clamp to: a wrong one gives wrong rows, in bounds
-    refresh: Callable[[Arguments], None] = lambda arguments: (
-        None
-    )  # results among the arguments, of other options
+    loose: frozenset[str] = frozenset()  # whose length kernels clamp to: a wrong one gives wrong rows, in bounds
+    refresh: Callable[[Arguments], None] = lambda arguments: None  # results among the arguments, of other options
 
     def __str__(self) -> str:
         return f"{self.op}-{self.label}"
@@ -42,19 +39,25 @@ class Right(NamedTuple):
 # --- what torch knows ---------------------------------------------------------------------------
 
 HOMES = (
-    "flashsci.call.autograd", "flashsci.backends.reference_fp8", "flashsci.backends.reference_paged", "flashsci.backends.triton",
-    "flashsci.backends.cuda", "flashsci.backends.cuda.fp8", "flashsci.distributed",
-)  # fmt: skip
+    "flashsci.call.autograd",
+    "flashsci.backends.reference_fp8",
+    "flashsci.backends.reference_paged",
+    "flashsci.backends.triton",
+    "flashsci.backends.cuda",
+    "flashsci.backends.cuda.fp8",
+    "flashsci.distributed",
+)
 
 
 def all_ops() -> dict[str, Any]:
-    """Every op of the namespace that takes a tensor, and its schema; those that return text read no memory, and are left out."""
+    """Every op of the namespace that takes a tensor, and its schema. Ops that return text read no memory, and those of
+    tests/support/opaque.py belong to tests; both are left out."""
     for home in HOMES:
         importlib.import_module(home)
     cuda = importlib.import_module("flashsci.backends.cuda")
     if cuda.library_path() is not None:
         cuda.build_info()  # loads it
-    found = (s for s in torch._C._jit_get_all_schemas() if s.name.startswith("flashsci::"))
+    found = (s for s in torch._C._jit_get_all_schemas() if re.match("flashsci::(?!opaque_)", s.name))
     return {
         s.name.removeprefix("flashsci::"): s
         for s in found
@@ -107,12 +110,22 @@ RAW = [
 def dense(device: str, dropout: bool = False) -> Arguments:
     r = Draw(device)
     given = {
-        "q": r(2, 4, 5, 16), "k": r(2, 2, 7, 16), "v": r(2, 2, 7, 8), "bias": r(2, 4, 5, 7), "key_weight": r(2, 2, 7).exp(),
-        "mask": r(1, 1, 5, 7) > -1, "alibi_slopes": r(2, 4).abs() / 4,
-    }  # fmt: skip
+        "q": r(2, 4, 5, 16),
+        "k": r(2, 2, 7, 16),
+        "v": r(2, 2, 7, 8),
+        "bias": r(2, 4, 5, 7),
+        "key_weight": r(2, 2, 7).exp(),
+        "mask": r(1, 1, 5, 7) > -1,
+        "alibi_slopes": r(2, 4).abs() / 4,
+    }
     if dropout:
         given |= {"dropout_seed": r.ints(3, 4, dtype=torch.int64), "dropout_p": 0.5}
-    return dict.fromkeys(RAW) | {n: x for n, x in given.items() if n in RAW} | OPTIONS | {n: x for n, x in given.items() if n in OPTIONS}  # fmt: skip
+    return (
+        dict.fromkeys(RAW)
+        | {n: x for n, x in given.items() if n in RAW}
+        | OPTIONS
+        | {n: x for n, x in given.items() if n in OPTIONS}
+    )
 
 
 def packed(device: str) -> Arguments:
@@ -124,7 +137,11 @@ def packed(device: str) -> Arguments:
 
 
 def tensors_of(given: Arguments, dtype: torch.dtype) -> Tensors:
-    wide = {n: x if x is None or n == "alibi_slopes" or not x.is_floating_point() else x.to(dtype) for n, x in given.items() if n in RAW}  # fmt: skip
+    wide = {
+        n: x if x is None or n == "alibi_slopes" or not x.is_floating_point() else x.to(dtype)
+        for n, x in given.items()
+        if n in RAW
+    }
     return Tensors(**wide)
 
 
@@ -136,16 +153,18 @@ def forward_of(given: Arguments, dtype: torch.dtype) -> Results:
 LEARNT = ("q", "k", "v", "bias", "key_weight")
 
 
-def _differentiable(given: Arguments, dtype: torch.dtype) -> tuple[dict[str, Tensor], Callable[..., Results]]:  # fmt: skip
-    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in LEARNT if given[n] is not None}  # fmt: skip
-    return leaves, lambda *values: forward_of({**given, **dict(zip(leaves, values, strict=True))}, dtype)  # fmt: skip
+def _differentiable(given: Arguments, dtype: torch.dtype) -> tuple[dict[str, Tensor], Callable[..., Results]]:
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in LEARNT if given[n] is not None}
+    return leaves, lambda *values: forward_of({**given, **dict(zip(leaves, values, strict=True))}, dtype)
 
 
-def _pull(given: Arguments, dtype: torch.dtype, names: tuple[str, ...] = ("dout", "dlse")) -> Results:  # fmt: skip
+def _pull(given: Arguments, dtype: torch.dtype, names: tuple[str, ...] = ("dout", "dlse")) -> Results:
     """dq, dk, dv, dbias, dkey_weight, with a graph of their own."""
     leaves, function = _differentiable(given, dtype)
     out, lse = function(*leaves.values())
-    along = [torch.zeros_like(x) if given[n] is None else given[n].to(dtype) for n, x in zip(names, (out, lse), strict=True)]  # fmt: skip
+    along = [
+        torch.zeros_like(x) if given[n] is None else given[n].to(dtype) for n, x in zip(names, (out, lse), strict=True)
+    ]
     found = torch.autograd.grad((out, lse), list(leaves.values()), along, create_graph=True)
     return tuple(dict(zip(leaves, found, strict=True)).get(n) for n in LEARNT)
 
@@ -157,24 +176,30 @@ def backward_of(given: Arguments, dtype: torch.dtype) -> Results:
 
 def jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
     leaves, function = _differentiable(given, dtype)
-    along = [torch.zeros_like(x) if given[f"t{n}"] is None else given[f"t{n}"].to(dtype) for n, x in leaves.items()]  # fmt: skip
+    along = [torch.zeros_like(x) if given[f"t{n}"] is None else given[f"t{n}"].to(dtype) for n, x in leaves.items()]
     values = [x.detach() for x in leaves.values()]
     return torch.autograd.functional.jvp(function, tuple(values), tuple(along))[1]
 
 
 def double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
-    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in (*LEARNT, "dout", "dlse") if given[n] is not None}  # fmt: skip
+    leaves = {
+        n: given[n].to(dtype).detach().requires_grad_() for n in (*LEARNT, "dout", "dlse") if given[n] is not None
+    }
     values = given | leaves
     out, lse = forward_of(values, dtype)
     inner = [n for n in LEARNT if n in leaves]
     for n, x in (("dout", out), ("dlse", lse)):
         if n not in leaves:
             leaves[n] = torch.zeros_like(x).requires_grad_()
-    found = torch.autograd.grad((out, lse), [leaves[n] for n in inner], [leaves["dout"], leaves["dlse"]], create_graph=True)  # fmt: skip
-    total = sum((x * given[f"t{n}"].to(dtype)).sum() for n, x in zip(inner, found, strict=True) if given[f"t{n}"] is not None)  # fmt: skip
-    grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)  # fmt: skip
+    found = torch.autograd.grad(
+        (out, lse), [leaves[n] for n in inner], [leaves["dout"], leaves["dlse"]], create_graph=True
+    )
+    total = sum(
+        (x * given[f"t{n}"].to(dtype)).sum() for n, x in zip(inner, found, strict=True) if given[f"t{n}"] is not None
+    )
+    grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     by_name = dict(zip(leaves, grads, strict=True))
-    return tuple(by_name.get(n) if given["need"] >> i & 1 else None for i, n in enumerate((*LEARNT, "dout", "dlse")))  # fmt: skip
+    return tuple(by_name.get(n) if given["need"] >> i & 1 else None for i, n in enumerate((*LEARNT, "dout", "dlse")))
 
 
 def with_results(given: Arguments) -> None:
@@ -244,7 +269,7 @@ def pages_of(given: Arguments, dtype: torch.dtype) -> Results:
     return out, lse if given["return_lse"] else None
 
 
-def _wide(cache: Tensor, where: tuple[Tensor, Tensor], scale: Tensor | None, n: int, dtype: torch.dtype) -> Tensor:  # fmt: skip
+def _wide(cache: Tensor, where: tuple[Tensor, Tensor], scale: Tensor | None, n: int, dtype: torch.dtype) -> Tensor:
     x = cache.to(dtype)[where]
     return x if scale is None else x * scale[n].to(dtype)[:, None]
 
@@ -255,10 +280,14 @@ def tokens(device: str, cache: torch.dtype) -> Arguments:
     kv = r(3, 16, 2, 24).to(cache)  # keys and values of one buffer, which interleave
     k_cache, v_cache = kv.split((16, 8), -1)
     return {
-        "key": r(5, 2, 16), "value": r(5, 2, 8), "k_cache": k_cache, "v_cache": v_cache,
-        "slot_mapping": r.ints(17, -1, 0, 47, dtype=torch.int64), "k_scale": r(2).exp() if scales else None,
+        "key": r(5, 2, 16),
+        "value": r(5, 2, 8),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "slot_mapping": r.ints(17, -1, 0, 47, dtype=torch.int64),
+        "k_scale": r(2).exp() if scales else None,
         "v_scale": r(2).exp() if scales else None,
-    }  # fmt: skip
+    }
 
 
 def tokens_of(given: Arguments, dtype: torch.dtype) -> Results:
@@ -314,7 +343,7 @@ def eight_of(given: Arguments, dtype: torch.dtype) -> Results:
 
 def residual(device: str, backward: bool, dropout: bool = False) -> Arguments:
     given, r = dense(device, dropout), Draw(device)
-    given |= {"dout": None, "dscores": None, "out": None, "lse": None, "scores": None, "need_bias": True}  # fmt: skip
+    given |= {"dout": None, "dscores": None, "out": None, "lse": None, "scores": None, "need_bias": True}
     if backward:
         residual_results(given)
         r.generator.manual_seed(7)
@@ -343,16 +372,16 @@ def residual_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
     leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in names}
     q, k, _ = (leaves[n] for n in "qkv")
     out, _, scores = residual_of(given | leaves, dtype)
-    change = torch.zeros_like(
-        scores, requires_grad=True
-    )  # added to the scores, also where there is no bias
+    change = torch.zeros_like(scores, requires_grad=True)  # added to the scores, also where there is no bias
     bias = leaves["bias"] + change if "bias" in leaves else change
     out, _, scores = residual_of(given | leaves | {"bias": bias}, dtype)
     pairs = [(x, given[n]) for x, n in ((out, "dout"), (scores, "dscores")) if given[n] is not None]
     wanted = (q, k, leaves["v"], change)
     if not pairs:
         return tuple(torch.zeros_like(x) for x in wanted)
-    found = torch.autograd.grad([x for x, _ in pairs], wanted, [g.to(dtype) for _, g in pairs], allow_unused=True, materialize_grads=True)  # fmt: skip
+    found = torch.autograd.grad(
+        [x for x, _ in pairs], wanted, [g.to(dtype) for _, g in pairs], allow_unused=True, materialize_grads=True
+    )
     return *found[:3], found[3] if given["need_bias"] else None
 
 
@@ -394,7 +423,7 @@ def across_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
     values = dict.fromkeys(RAW) | OPTIONS | {"softcap": 0.0, "window_left": -1, "window_right": -1}
     values |= {n: x for n, x in given.items() if n in RAW}
     values["dout"] = given["dout"]
-    values["dlse"] = torch.zeros(values["q"].shape[:-1]).to(given["q"]) if given["dlse"] is None else given["dlse"]  # fmt: skip
+    values["dlse"] = torch.zeros(values["q"].shape[:-1]).to(given["q"]) if given["dlse"] is None else given["dlse"]
     found = _pull(values, dtype)
     return found if "key_weight" in given else found[:4]
 
@@ -425,7 +454,7 @@ def _triton() -> Iterator[Right]:
         loose = LENGTHS if label == "packed" else frozenset()
         yield Right("triton_forward", label, lambda device, base=base: in_order("triton_forward", base(device)), forward_of, loose=loose)  # fmt: skip
         for op, truth in truths.items():
-            yield Right(f"triton_{op}", label, _saved(base, op), truth, loose=loose, refresh=with_results)  # fmt: skip
+            yield Right(f"triton_{op}", label, _saved(base, op), truth, loose=loose, refresh=with_results)
     for label, dropout in (("bias", False), ("dropout", True)):
         yield Right("triton_residual_forward", label, _of(residual, False, dropout), residual_of)
         yield Right("triton_residual_backward", label, _of(residual, True, dropout), residual_backward_of, refresh=residual_results)  # fmt: skip
@@ -435,7 +464,7 @@ def _paged(backend: str) -> Iterator[Right]:
     for cache in (torch.float32, FLOAT8):
         label = str(cache).removeprefix("torch.")
         yield Right(f"{backend}_paged_attention", label, _of(pages, cache), pages_of, ("out",))
-        yield Right(f"{backend}_write_kv_cache", label, _of(tokens, cache), tokens_of, ("k_cache", "v_cache"))  # fmt: skip
+        yield Right(f"{backend}_write_kv_cache", label, _of(tokens, cache), tokens_of, ("k_cache", "v_cache"))
 
 
 def _fp8(op: str) -> Iterator[Right]:
@@ -447,7 +476,9 @@ def _fp8(op: str) -> Iterator[Right]:
 
 def _across() -> Iterator[Right]:
     for op in ("ring", "triangle"):
-        yield Right(f"{op}_forward", "one rank", lambda device, op=op: across(f"{op}_forward", device), across_forward_of)  # fmt: skip
+        yield Right(
+            f"{op}_forward", "one rank", lambda device, op=op: across(f"{op}_forward", device), across_forward_of
+        )
         yield Right(f"{op}_backward", "one rank", lambda device, op=op: across(f"{op}_backward", device), across_backward_of, refresh=across_results)  # fmt: skip
 
 
@@ -456,7 +487,7 @@ def _cuda_values(op: str, base: Callable[[str], Arguments], device: str) -> Argu
     given = base(device) | {"key_weight": None, "alibi_slopes": None, "bias_offsets": None}
     if given["cu_seqlens_q"] is not None:
         given["bias"] = None
-    given = {n: x.half() if isinstance(x, Tensor) and x.dtype == torch.float32 else x for n, x in given.items()}  # fmt: skip
+    given = {n: x.half() if isinstance(x, Tensor) and x.dtype == torch.float32 else x for n, x in given.items()}
     r = Draw(device, HALF)
     with_results(given)
     given |= {"dout": r(*given["out"].shape), "dlse": r(*given["lse"].shape, dtype=torch.float32)}
@@ -488,7 +519,7 @@ def _cuda_truth(truth: Callable[..., Results], count: int) -> Callable[..., Resu
 
 
 def _cuda() -> Iterator[Right]:
-    truths = {"cuda_forward": _cuda_truth(forward_of, 2), "cuda_backward": _cuda_truth(backward_of, 4)}  # fmt: skip
+    truths = {"cuda_forward": _cuda_truth(forward_of, 2), "cuda_backward": _cuda_truth(backward_of, 4)}
     for label, base in (("dense", dense), ("packed", packed)):
         for what in ("forward", "backward"):
             for op in (f"cuda_{what}", f"cuda_prepared_{what}"):

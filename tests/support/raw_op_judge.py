@@ -26,9 +26,7 @@ class Wrong(NamedTuple):
     what: str
     make: Callable[[Arguments], Any]
     same: bool = False  # it holds the numbers of the right one
-    contents: bool = (
-        False  # it fits, and holds numbers that cannot be: nobody reads them on the host
-    )
+    contents: bool = False  # it fits, and holds numbers that cannot be: nobody reads them on the host
 
 
 def other_dtypes(x: Tensor) -> list[torch.dtype]:
@@ -42,12 +40,21 @@ def other_dtypes(x: Tensor) -> list[torch.dtype]:
 
 
 def longer(x: Tensor, dim: int) -> Tensor:
-    return torch.cat([x.view(torch.uint8), x.narrow(dim, 0, 1).view(torch.uint8)], dim).view(x.dtype) if x.dtype.itemsize == 1 else torch.cat([x, x.narrow(dim, 0, 1)], dim)  # fmt: skip
+    return (
+        torch.cat([x.view(torch.uint8), x.narrow(dim, 0, 1).view(torch.uint8)], dim).view(x.dtype)
+        if x.dtype.itemsize == 1
+        else torch.cat([x, x.narrow(dim, 0, 1)], dim)
+    )
 
 
 def strided(x: Tensor) -> Tensor:
     """The same numbers with junk between those of a row."""
-    odd = torch.full((*x.shape, 2), poison_value(x.dtype), device=x.device, dtype=torch.float32 if x.dtype.itemsize == 1 and x.dtype != torch.bool else x.dtype).to(x.dtype)  # fmt: skip
+    odd = torch.full(
+        (*x.shape, 2),
+        poison_value(x.dtype),
+        device=x.device,
+        dtype=torch.float32 if x.dtype.itemsize == 1 and x.dtype != torch.bool else x.dtype,
+    ).to(x.dtype)
     view = odd[..., 1]
     view.copy_(x)
     return view
@@ -58,13 +65,21 @@ def laid_in(x: Tensor, host: Tensor, offset: int) -> Tensor | None:
     if host.dtype.itemsize != x.dtype.itemsize or host.numel() < x.numel() + offset:
         return None
     flat = host.view(x.dtype) if host.dtype != x.dtype else host
-    return flat.as_strided(x.shape, torch.empty(x.shape, device="meta").stride(), flat.storage_offset() + offset)  # fmt: skip
+    return flat.as_strided(x.shape, torch.empty(x.shape, device="meta").stride(), flat.storage_offset() + offset)
 
 
-NUMBERS = {"scale": (math.nan, math.inf, -math.inf, 0.0, -0.5, 1e300), "softcap": (math.nan, math.inf, 0.0, -1.0, 1e300),
-           "dropout_p": (math.nan, math.inf, 1.0, -0.5)}  # fmt: skip
-INTEGERS = {"window_left": (-2, -(2**40), 2**40, 0), "window_right": (-2, -(2**40), 2**40, 0), "max_seqlen_q": (-7, 2**40),
-            "max_seqlen_k": (-7, 2**40), "need": (0, 1)}  # fmt: skip
+NUMBERS = {
+    "scale": (math.nan, math.inf, -math.inf, 0.0, -0.5, 1e300),
+    "softcap": (math.nan, math.inf, 0.0, -1.0, 1e300),
+    "dropout_p": (math.nan, math.inf, 1.0, -0.5),
+}
+INTEGERS = {
+    "window_left": (-2, -(2**40), 2**40, 0),
+    "window_right": (-2, -(2**40), 2**40, 0),
+    "max_seqlen_q": (-7, 2**40),
+    "max_seqlen_k": (-7, 2**40),
+    "need": (0, 1),
+}
 
 
 def wrong_calls(right: Right, given: Arguments, device: str) -> Iterator[Wrong]:
@@ -86,16 +101,16 @@ def wrong_calls(right: Right, given: Arguments, device: str) -> Iterator[Wrong]:
                 yield of("expanded", lambda a, n=name: a[n][..., :1].expand(a[n].shape))
             for dim, size in enumerate(value.shape):
                 if size:
-                    yield of(f"dim {dim} shorter", lambda a, n=name, d=dim: a[n].narrow(d, 0, a[n].shape[d] - 1))  # fmt: skip
+                    yield of(f"dim {dim} shorter", lambda a, n=name, d=dim: a[n].narrow(d, 0, a[n].shape[d] - 1))
                     yield of(f"dim {dim} longer", lambda a, n=name, d=dim: longer(a[n], d))
                     yield of(f"dim {dim} empty", lambda a, n=name, d=dim: a[n].narrow(d, 0, 0))
             if name.endswith("_scale"):
                 for x in (math.nan, math.inf, 0.0, -1.0):
-                    yield of(f"full of {x}", lambda a, n=name, x=x: torch.full_like(a[n], x), contents=True)  # fmt: skip
+                    yield of(f"full of {x}", lambda a, n=name, x=x: torch.full_like(a[n], x), contents=True)
             if value.dtype in (torch.int32, torch.int64) and name != "dropout_seed":
                 info = torch.iinfo(value.dtype)
                 for x in (info.min, -1, info.max):
-                    yield of(f"full of {x}", lambda a, n=name, x=x: torch.full_like(a[n], x), contents=True)  # fmt: skip
+                    yield of(f"full of {x}", lambda a, n=name, x=x: torch.full_like(a[n], x), contents=True)
                 yield of("backwards", lambda a, n=name: a[n].flip(-1), contents=True)
         elif isinstance(value, float) and name in NUMBERS:
             for x in NUMBERS[name]:
@@ -114,7 +129,11 @@ def wrong_calls(right: Right, given: Arguments, device: str) -> Iterator[Wrong]:
         for name, x in given.items():
             if name != written and isinstance(x, Tensor):
                 for offset in (0, 3):
-                    yield Wrong(written, f"in {name} from {offset}", lambda a, n=name, w=written, o=offset: laid_in(a[w], a[n], o))  # fmt: skip
+                    yield Wrong(
+                        written,
+                        f"in {name} from {offset}",
+                        lambda a, n=name, w=written, o=offset: laid_in(a[w], a[n], o),
+                    )
 
 
 # --- memory with guards -------------------------------------------------------------------------
@@ -148,10 +167,7 @@ class Guarded:
             before = self.before[x.untyped_storage().data_ptr()]
             for w in written:
                 y = self.given[w]
-                if (
-                    y is not None
-                    and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-                ):
+                if y is not None and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
                     _as(now, y).copy_(_as(before, y))
             if not torch.equal(now, before):
                 found.append(name)
@@ -180,14 +196,17 @@ def guarded(given: Arguments) -> Arguments:
             homes[base] = flat, room
         room = homes[base][1]
         raw = room.view(x.dtype) if x.dtype != torch.bool else room.view(torch.bool)
-        made[name] = raw.as_strided(x.shape, x.stride(), x.storage_offset() + GUARD // x.dtype.itemsize)  # fmt: skip
+        made[name] = raw.as_strided(x.shape, x.stride(), x.storage_offset() + GUARD // x.dtype.itemsize)
     return made
 
 
 _MADE = {
-    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default, torch.ops.aten.empty_like.default,
-}  # fmt: skip
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+    torch.ops.aten.empty_like.default,
+}
 
 
 class GuardedResults(TorchDispatchMode):
@@ -208,7 +227,9 @@ class GuardedResults(TorchDispatchMode):
         return room.view(found.dtype).as_strided(found.shape, found.stride(), GUARD // size)
 
     def broken(self) -> bool:
-        return any(not torch.equal(r[part], k[part]) for r, k in self.made for part in (slice(0, GUARD), slice(-GUARD, None)))  # fmt: skip
+        return any(
+            not torch.equal(r[part], k[part]) for r, k in self.made for part in (slice(0, GUARD), slice(-GUARD, None))
+        )
 
 
 def run(right: Right, given: Arguments) -> tuple[Any, bool]:
@@ -259,7 +280,7 @@ def far(right: Right, found: Results, given: Arguments) -> list[str]:
             continue
         unit = 16 * max(torch.finfo(torch.float32).eps, _unit(found[i])) + right.unit
         size = true[~endless].abs().max().item() if (~endless).any() else 0.0
-        error, allowed = ((y - true)[~endless].abs().max().item() if (~endless).any() else 0.0 for y in (x, other))  # fmt: skip
+        error, allowed = ((y - true)[~endless].abs().max().item() if (~endless).any() else 0.0 for y in (x, other))
         if not error <= 2 * allowed + unit * max(size, 1.0 if right.unit else size):
             wrong.append(f"result {i} is off by {error:.2g} of {size:.2g}")
     return wrong

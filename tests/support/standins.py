@@ -39,8 +39,7 @@ def same_signature(function: Callable[..., Any], recorded: str) -> None:
         for name, p in inspect.signature(function).parameters.items()
     ]
     assert found == [
-        (name, kind, None if default is None else repr(ast.literal_eval(default)))
-        for name, kind, default in expected
+        (name, kind, None if default is None else repr(ast.literal_eval(default))) for name, kind, default in expected
     ]
 
 
@@ -74,9 +73,7 @@ def judged(
     wide = {n: x.double() for n, x in leaves.items()}
     for name, x in differentiated(formula, wide, dout.double()).items():
         x, truth = ours(name.removeprefix("d"), x), judge.truth[name]
-        torch.testing.assert_close(
-            x, truth, rtol=1e-9, atol=1e-9 * max(1, truth.abs().max().item())
-        )
+        torch.testing.assert_close(x, truth, rtol=1e-9, atol=1e-9 * max(1, truth.abs().max().item()))
     with flashsci.use_backend(backend, strict=True):
         found = differentiated(call, leaves, dout)
     judge.require({n: ours(n.removeprefix("d"), x) for n, x in found.items()})
@@ -119,7 +116,9 @@ def triangle(
     """Masks with a hole in every row, padding at the end, and rows that see nothing."""
     b, n, h, s, t = sizes
     d, dv = dims
-    q, k, v, dout = draw((b, n, h, s, d), (b, n, h, t, d), (b, n, h, t, dv), (b, n, h, s, dv), dtype=dtype, device=device)  # fmt: skip
+    q, k, v, dout = draw(
+        (b, n, h, s, d), (b, n, h, t, d), (b, n, h, t, dv), (b, n, h, s, dv), dtype=dtype, device=device
+    )
     (bias,) = draw((b, 1, h, s, t), dtype=torch.float32, device=device)
     if odd:  # as models make them: heads after the sequence, bias from a linear layer of pairs
         q, k, v, dout = (embed(x, order=(0, 1, 3, 2, 4), pad={4: 3}) for x in (q, k, v, dout))
@@ -138,8 +137,13 @@ def triangle(
     judged(
         lambda q, k, v, bias: cuequivariance.triangle_attention(q, k, v, bias, mask, scale),
         lambda q, k, v, bias: triangle_formula(q, k, v, bias, mask, scale),
-        {"q": q, "k": k, "v": v, "bias": bias}, dout, backend, ours, mask=mask, options={"scale": scale},
-    )  # fmt: skip
+        {"q": q, "k": k, "v": v, "bias": bias},
+        dout,
+        backend,
+        ours,
+        mask=mask,
+        options={"scale": scale},
+    )
     xs = [x.detach().requires_grad_() for x in (q, k, v)]
     with flashsci.use_backend(backend, strict=True):
         out = cuequivariance.triangle_attention(*xs, bias, mask, scale)
@@ -151,9 +155,7 @@ def triangle(
         dout[blind].double().sum(-2, keepdim=True) / t,
     )
     torch.testing.assert_close(out[blind].double(), mean.expand_as(out[blind]), rtol=eps, atol=eps)
-    torch.testing.assert_close(
-        dv_[blind].double(), share.expand_as(dv_[blind]), rtol=2 * eps, atol=2 * eps
-    )
+    torch.testing.assert_close(dv_[blind].double(), share.expand_as(dv_[blind]), rtol=2 * eps, atol=2 * eps)
     assert dq[blind].eq(0).all() and dk[blind].eq(0).all()
 
 
@@ -192,11 +194,13 @@ def evoformer(
     seen = mask.bool() | ~mask.bool().any(-1, keepdim=True)
     judged(
         lambda q, k, v, bias=None: deepspeed.DS4Sci_EvoformerAttention(q, k, v, [keys, bias]),
-        lambda q, k, v, bias=None: evoformer_formula(
-            q, k, v, [torch.where(seen, 0.0, -1e9).double(), bias]
-        ),
-        leaves, dout, backend, lambda name, x: x if name == "bias" else x.transpose(-2, -3), mask=seen,
-    )  # fmt: skip
+        lambda q, k, v, bias=None: evoformer_formula(q, k, v, [torch.where(seen, 0.0, -1e9).double(), bias]),
+        leaves,
+        dout,
+        backend,
+        lambda name, x: x if name == "bias" else x.transpose(-2, -3),
+        mask=seen,
+    )
 
 
 # --- xformers -------------------------------------------------------------------------------------
@@ -232,7 +236,7 @@ BANDS = {
         lambda: xformers.LocalAttentionFromBottomRightMask(2, 1),
         {"window": (2, 1), "align": "lower_right"},
     ),
-}  # fmt: skip
+}
 
 
 def one_sequence(
@@ -250,12 +254,15 @@ def one_sequence(
     b, d, dv = 2, 16, 8
     s, t = lengths
     q, k, v, dout = draw(
-        (b, s, *heads, d), (b, t, *heads, d), (b, t, *heads, dv), (b, s, *heads, dv), dtype=dtype, device=device,
-    )  # fmt: skip
+        (b, s, *heads, d),
+        (b, t, *heads, d),
+        (b, t, *heads, dv),
+        (b, s, *heads, dv),
+        dtype=dtype,
+        device=device,
+    )
     if odd:  # batch inside of the sequence, room after each row
-        q, k, v = (
-            embed(x, order=(1, 0, *range(2, x.dim())), pad={x.dim() - 1: 5}) for x in (q, k, v)
-        )
+        q, k, v = (embed(x, order=(1, 0, *range(2, x.dim())), pad={x.dim() - 1: 5}) for x in (q, k, v))
     make, options = BANDS[band] if band else (lambda: None, {})
     leaves = {"q": q, "k": k, "v": v}
     if tensor:
@@ -275,9 +282,14 @@ def one_sequence(
         return xformers_formula(q, k, v, bias, scale)
 
     judged(
-        attend, formula, leaves, dout, backend, lambda name, x: x if name == "bias" else x.movedim(1, -2),
+        attend,
+        formula,
+        leaves,
+        dout,
+        backend,
+        lambda name, x: x if name == "bias" else x.movedim(1, -2),
         options={"scale": scale, **options},
-    )  # fmt: skip
+    )
 
 
 Q_LENGTHS, K_LENGTHS = [3, 1, 4], [5, 2, 4]
@@ -291,11 +303,13 @@ def packed_biases(device: str) -> dict[str, tuple[Any, dict[str, Any]]]:
     lower = {"align": "lower_right"}
     gappy = [Q_LENGTHS, PLACES_OF_KEYS, K_LENGTHS]
     Padded, Offset = (
-        xformers.BlockDiagonalPaddedKeysMask, xformers.BlockDiagonalCausalWithOffsetPaddedKeysMask,
-    )  # fmt: skip
+        xformers.BlockDiagonalPaddedKeysMask,
+        xformers.BlockDiagonalCausalWithOffsetPaddedKeysMask,
+    )
     Gappy, OffsetGappy = (
-        xformers.BlockDiagonalGappyKeysMask, xformers.BlockDiagonalCausalWithOffsetGappyKeysMask,
-    )  # fmt: skip
+        xformers.BlockDiagonalGappyKeysMask,
+        xformers.BlockDiagonalCausalWithOffsetGappyKeysMask,
+    )
     found = [
         (blocks, {}),
         (blocks.make_causal(), {"causal": True}),
@@ -314,7 +328,7 @@ def packed_biases(device: str) -> dict[str, tuple[Any, dict[str, Any]]]:
         ),
         (Gappy.from_seqlens(*gappy, device=device), {}),
         (OffsetGappy.from_seqlens(*gappy, device=device), {"causal": True, **lower}),
-    ]  # fmt: skip
+    ]
     return {type(bias).__name__: (bias, options) for bias, options in found}
 
 
@@ -337,8 +351,13 @@ def packed(
     heads = (groups, 2) if groups else (2,)
     few = (*heads[:-1], 1) if shared else heads
     q, k, v, dout = draw(
-        (1, rows, *heads, 16), (1, keys, *few, 16), (1, keys, *few, 8), (1, rows, *heads, 8), dtype=dtype, device=device,
-    )  # fmt: skip
+        (1, rows, *heads, 16),
+        (1, keys, *few, 16),
+        (1, keys, *few, 8),
+        (1, rows, *heads, 8),
+        dtype=dtype,
+        device=device,
+    )
     used = [torch.arange(a, b) for a, b in bias.k_seqinfo.intervals()]
     places = torch.cat(used).to(device)
     offsets = xformers.BlockDiagonalMask.from_seqlens(Q_LENGTHS, K_LENGTHS, device=device)
@@ -385,18 +404,21 @@ def tangents(
         given["attn_mask"] = inputs["mask"] = (torch.rand(2, 1, length, length) < 0.7).to(device)
     elif mask:
         (bias,) = draw((2, 1, length, length), dtype=dtype, device=device)
-        given["attn_mask"] = inputs["bias"] = bias.masked_fill(
-            (torch.rand(bias.shape) < 0.3).to(device), float(mask)
-        )
+        given["attn_mask"] = inputs["bias"] = bias.masked_fill((torch.rand(bias.shape) < 0.3).to(device), float(mask))
         inputs["bias_grad"] = False
     given["causal"] = causal
     judge = Judge(
         Inputs(
-            q, k, v, dout=dout, options={"causal": causal},
-            tangents={"tq": tq, "tk": tk, "tv": tv}, **inputs,
+            q,
+            k,
+            v,
+            dout=dout,
+            options={"causal": causal},
+            tangents={"tq": tq, "tk": tk, "tv": tv},
+            **inputs,
         ),
         backend not in PLAIN,
-    )  # fmt: skip
+    )
     xs, ts = [x.requires_grad_() for x in (q, k, v)], (tq, tk, tv)
     found: Leaves = {}
     with flashsci.use_backend(backend, strict=True):

@@ -40,9 +40,7 @@ def names_of(chosen: Iterable[str], device: torch.device, base: bool = False) ->
         if device.type == "cuda"
         else ["sdpa", "eager"],
         "ours": ours,
-        "baselines": list(BASELINES)
-        if device.type == "cuda"
-        else ["sdpa:default", "sdpa:math", "math"],
+        "baselines": list(BASELINES) if device.type == "cuda" else ["sdpa:default", "sdpa:math", "math"],
     }
     names: dict[str, None] = {}
     for name in chosen or ("ours", "baselines"):

@@ -138,10 +138,7 @@ def _tiny() -> list[Case]:
             replace(pet, id=f"pet-train-d{d}", B=500, D=d, Dv=d, bias=(500, 1, 1, 25), order=2)
             for d in (16, 32, 48, 80)
         ),
-        *(
-            replace(pet, id=f"pet-md-{b}", B=b, D=16, Dv=16, bias=(b, 1, 1, 25))
-            for b in (4096, 70000, 262144)
-        ),
+        *(replace(pet, id=f"pet-md-{b}", B=b, D=16, Dv=16, bias=(b, 1, 1, 25)) for b in (4096, 70000, 262144)),
         Case(
             id="escaip",
             suite="tiny",
@@ -201,17 +198,10 @@ def _bias() -> list[Case]:
             for dtype in ("bf16", "fp32")
         ),
         _square("af3-pair", 768, B=4, H=16, D=64, bias=(4, 16, 768, 768)),
-        *(
-            _square(f"af3-pairformer-s{s}", s, H=16, D=24, bias=(1, 16, s, s), bias_dtype="fp32")
-            for s in (384, 768)
-        ),
+        *(_square(f"af3-pairformer-s{s}", s, H=16, D=24, bias=(1, 16, s, s), bias_dtype="fp32") for s in (384, 768)),
         _square("af3-diffusion", 384, B=48, H=16, D=48, bias=(1, 16, 384, 384), bias_dtype="fp32"),
-        replace(
-            _square("atom-window", 32, B=32, N=144, H=4, D=32, bias=(1, 144, 4, 32, 128)), Sk=128
-        ),
-        _square(
-            "msa-row", 384, N=512, H=8, D=32, bias=(1, 1, 8, 384, 384), mask=(1, 512, 1, 1, 384)
-        ),
+        replace(_square("atom-window", 32, B=32, N=144, H=4, D=32, bias=(1, 144, 4, 32, 128)), Sk=128),
+        _square("msa-row", 384, N=512, H=8, D=32, bias=(1, 1, 8, 384, 384), mask=(1, 512, 1, 1, 384)),
         *(
             _square(f"unimol-{dtype}", 256, dtype=dtype, B=32, H=64, D=8, bias=(32, 64, 256, 256))
             for dtype in ("fp32", "fp16")
@@ -225,9 +215,7 @@ def _bias() -> list[Case]:
 def _short() -> list[Case]:
     """Dense calls between a launch and a full GPU: few and many heads of batch, short rows."""
     return [
-        Case(
-            f"short-{dtype}-d{d}-bh{b * 16}-s{s}", "dense-short", dtype, B=b, H=16, Sq=s, Sk=s, D=d
-        )
+        Case(f"short-{dtype}-d{d}-bh{b * 16}-s{s}", "dense-short", dtype, B=b, H=16, Sq=s, Sk=s, D=d)
         for dtype in ("bf16", "fp32")
         for d in (32, 64, 128)
         for b in (1, 64)
@@ -296,7 +284,7 @@ def _wide() -> Iterable[Case]:
     yield replace(base, id="wide-d256-one-query", D=256, Dv=256, Sq=1, Sk=200)
     for d, dv, s in ((130, 130, 120), (321, 64, 40)):  # rows that no vector load fits
         yield replace(base, id=f"wide-d{d}-full-s{s}", D=d, Dv=dv, Sq=s, Sk=s)
-    packed = ((256, 256, 64, 20, 100), (192, 128, 64, 20, 100), (256, 256, 16, 300, 700), (320, 64, 350, 30, 50))  # fmt: skip
+    packed = ((256, 256, 64, 20, 100), (192, 128, 64, 20, 100), (256, 256, 16, 300, 700), (320, 64, 350, 30, 50))
     for d, dv, n, low, high in packed:
         shape = {"D": d, "Dv": dv, "lens": uniform_lengths(n, low, high)}
         yield replace(base, id=f"wide-d{d}-packed-{high}", B=1, **shape)
@@ -364,9 +352,7 @@ def _calls() -> Iterable[Case]:
         yield from model(repeated, HEADS_INSIDE, ONE_LAYER)
 
     # Force fields with attention over neighbours: head dims without a tile of that size.
-    yield from model(
-        call("neighbours-fp32-d129", 120, dtype="fp32", B=216, D=129, Dv=128), HEADS_INSIDE
-    )
+    yield from model(call("neighbours-fp32-d129", 120, dtype="fp32", B=216, D=129, Dv=128), HEADS_INSIDE)
     escaip = {"B": 350, "H": 8, "D": 320, "Dv": 64}
     yield from model(call("neighbours-fp32-d320", 40, dtype="fp32", **escaip), HEADS_INSIDE)
 
@@ -429,9 +415,7 @@ CASES: dict[str, Case] = {
 #: The pass of a forward and a backward by the host's clock, Python and launching included, and the cases that
 #: have it: the time that a training user of torch sees.
 STEP = "training step"
-TRAINING_STEPS = tuple(
-    f"dense-bf16-d{d}-{mode}-s4096" for d in (64, 128) for mode in ("full", "causal")
-)
+TRAINING_STEPS = tuple(f"dense-bf16-d{d}-{mode}-s4096" for d in (64, 128) for mode in ("full", "causal"))
 
 _BIAS_CLAIMS = (
     "triangle-bf16-s384",
@@ -445,9 +429,7 @@ _FP32_CLAIM = "dense-fp32-d64-full-s4096"
 
 
 def _dense_ids(*dims: int, lengths: tuple[int, ...] = (1024, 4096, 16384)) -> tuple[str, ...]:
-    return tuple(
-        f"dense-bf16-d{d}-{mode}-s{s}" for d in dims for mode in ("full", "causal") for s in lengths
-    )
+    return tuple(f"dense-bf16-d{d}-{mode}-s{s}" for d in dims for mode in ("full", "causal") for s in lengths)
 
 
 def _headline() -> list[Case]:
@@ -493,9 +475,7 @@ def _claims() -> Iterable[Claim]:
         yield Claim(f"{STEP}, Python included, {id}", "cuda", "sdpa:default", STEP, (id,), 1.0)
     small = ("small-call",)
     yield Claim("one small call, on the host", "cuda", None, "host", small, 15)
-    yield Claim(
-        "the same, inputs require gradients", "cuda", None, "host, with gradients", small, 35
-    )
+    yield Claim("the same, inputs require gradients", "cuda", None, "host, with gradients", small, 35)
 
 
 CLAIMS = tuple(_claims())
@@ -554,8 +534,6 @@ def select(suites: Iterable[str] = (), ids: Iterable[str] = ()) -> list[Case]:
     for id in ids:
         if id not in known:
             close = [other for other in known if id.split("-")[0] in other]
-            raise BenchError(
-                f"no case named {id!r}" + (f"; close: {', '.join(close)}" if close else "")
-            )
+            raise BenchError(f"no case named {id!r}" + (f"; close: {', '.join(close)}" if close else ""))
         chosen.setdefault(id, known[id])
     return list(chosen.values())

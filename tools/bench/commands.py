@@ -46,9 +46,7 @@ def _say(records: list[dict], console: Console) -> None:
     for record in records:
         found = record["time_us"]
         what = f"{found['median']:.1f} us" if found else record["gate"].split(":")[0]
-        lines.setdefault((record["case"]["id"], record["pass"]), []).append(
-            f"{record['backend']} {what}"
-        )
+        lines.setdefault((record["case"]["id"], record["pass"]), []).append(f"{record['backend']} {what}")
     for (case, kind), parts in lines.items():
         print(f"{case} {kind}: {', '.join(parts)}", flush=True)
 
@@ -70,36 +68,22 @@ def bench(
             "ours, baselines, choices (of auto)."
         ),
     ] = "",
-    order: Annotated[
-        int, typer.Option(help="Highest derivative to time: 0 forward, 1 backward too.")
-    ] = 1,
-    dtype: Annotated[
-        str, typer.Option(help="Run the cases in this dtype instead: bf16, fp16, fp32.")
-    ] = "",
-    device: Annotated[
-        str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")
-    ] = "",
+    order: Annotated[int, typer.Option(help="Highest derivative to time: 0 forward, 1 backward too.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Run the cases in this dtype instead: bf16, fp16, fp32.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = "",
     seconds: Annotated[float, typer.Option(help="Measuring time per case and pass, about.")] = 1.0,
     quick: Annotated[bool, typer.Option(help="A fifth of the time; for a first look.")] = False,
-    check: Annotated[
-        bool, typer.Option(help="Compare with fp64 first; no speed without it.")
-    ] = True,
+    check: Annotated[bool, typer.Option(help="Compare with fp64 first; no speed without it.")] = True,
     base: Annotated[
         str,
-        typer.Option(
-            help="Another revision, by git's name or as a folder: ours run twice, interleaved."
-        ),
+        typer.Option(help="Another revision, by git's name or as a folder: ours run twice, interleaved."),
     ] = "",
-    minutes: Annotated[
-        float, typer.Option(help="Begin no case after these; the table comes all the same.")
-    ] = math.inf,
+    minutes: Annotated[float, typer.Option(help="Begin no case after these; the table comes all the same.")] = math.inf,
     fa3: Annotated[
         str,
         typer.Option(envvar="FLASHSCI_FA3", help="FlashAttention-3's library, for the peer fa3."),
     ] = "",
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the records here.")
-    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the records here.")] = None,
 ) -> None:
     """Time flashsci against its peers, interleaved launch by launch, after checking the results."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -162,22 +146,14 @@ def models(
         list[str] | None,
         typer.Argument(help="pet, boltz, protenix, unimol, esmc, tabpfn, vit, swin; default: all."),
     ] = None,
-    size: Annotated[
-        str, typer.Option(help="tiny or real; default: real on a GPU, tiny on a CPU.")
-    ] = "",
-    dtype: Annotated[
-        str, typer.Option(help="bf16 or fp32; default: each that a model runs in.")
-    ] = "",
-    device: Annotated[
-        str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")
-    ] = "",
+    size: Annotated[str, typer.Option(help="tiny or real; default: real on a GPU, tiny on a CPU.")] = "",
+    dtype: Annotated[str, typer.Option(help="bf16 or fp32; default: each that a model runs in.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = "",
     seconds: Annotated[float, typer.Option(help="Measuring time per step and clock, about.")] = 1.0,
     minutes: Annotated[
         float, typer.Option(help="Begin no model after these; the table comes all the same.")
     ] = math.inf,
-    compiled: Annotated[
-        bool, typer.Option(help="Both ways by torch.compile, too: a minute for each.")
-    ] = False,
+    compiled: Annotated[bool, typer.Option(help="Both ways by torch.compile, too: a minute for each.")] = False,
     clients: Annotated[
         Path | None,
         typer.Option(
@@ -186,9 +162,7 @@ def models(
             help="The folder that `python -m tools.models get FOLDER` filled; default: build/clients.",
         ),
     ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the records here.")
-    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the records here.")] = None,
 ) -> None:
     """Time whole models as their clients run them, and with their attention on flashsci."""
     from tools.models import MODELS, measure
@@ -243,9 +217,7 @@ def report(
         ),
     ] = None,
     markdown: Annotated[bool, typer.Option(help="Print Markdown tables.")] = False,
-    compare: Annotated[
-        bool, typer.Option(help="Two files, OLD and NEW: what changed between them.")
-    ] = False,
+    compare: Annotated[bool, typer.Option(help="Two files, OLD and NEW: what changed between them.")] = False,
     merge: Annotated[
         bool,
         typer.Option(help="Write into the first file what the others have measured again."),
@@ -254,9 +226,7 @@ def report(
         Path | None,
         typer.Option(help="Draw speed, error and standings as PNG files in this folder."),
     ] = None,
-    write: Annotated[
-        bool, typer.Option(help="Rewrite the tables between markers in README.md and docs/.")
-    ] = False,
+    write: Annotated[bool, typer.Option(help="Rewrite the tables between markers in README.md and docs/.")] = False,
 ) -> None:
     """Show records of earlier benchmarks: as tables, plots, and in the documentation."""
     console = wide_console()

@@ -86,7 +86,7 @@ def problem_of(cell: Cell, device: torch.device) -> Problem:
     return Problem(q, k, v, inputs)
 
 
-def quantised(tensors: tuple[Tensor, ...], per: str, smooth: bool = False, rotate: bool = False) -> FP8Inputs:  # fmt: skip
+def quantised(tensors: tuple[Tensor, ...], per: str, smooth: bool = False, rotate: bool = False) -> FP8Inputs:
     """q, k, v in 8 bits; smooth: k, rotate: q and k."""
     found = [
         flashsci.quantize(x, per, smooth=smooth and name == "k", rotate=rotate and name != "v")
@@ -110,7 +110,7 @@ def candidates(cell: Cell, x: Problem, names: list[str]) -> dict[str, Callable[[
                 found[name] = _fa3(fa3.load(os.environ.get(fa3.VARIABLE, "")), cell, x)
             else:
                 package, backend = package_of(name)
-                found[name] = partial(package.attention, eight.q, eight.k, eight.v, **eight.options, backend=backend)  # fmt: skip
+                found[name] = partial(package.attention, eight.q, eight.k, eight.v, **eight.options, backend=backend)
         except Unsupported as reason:
             print(f"{cell.id}: no {name}: {reason}")
     return found
@@ -136,7 +136,7 @@ def _fa3(ops: Any, cell: Cell, x: Problem) -> Callable[[], Tensor]:
     offsets = torch.arange(cell.batch + 1, dtype=torch.int32, device=q.device) * cell.seq
     options = {f"{n}_descale": heads.options[f"{n}_scale"] for n in "qkv"}
     options |= {"softmax_scale": cell.dim**-0.5, "is_causal": cell.causal, "num_splits": 1}
-    options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": cell.seq, "max_seqlen_k": cell.seq}  # fmt: skip
+    options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": cell.seq, "max_seqlen_k": cell.seq}
     options = fa3.neutral(ops.fwd) | options
 
     def call() -> Tensor:
@@ -166,7 +166,7 @@ def problems(cell: Cell, x: Problem, name: str, out: Tensor) -> list[str]:
     ones = {f"{n}_scale": x.inputs.options[f"{n}_scale"] for n in "kv"}
     ones = {n: s if s.dim() == 0 else s[:1, :1] for n, s in ones.items()}
     of_rows = _row_scales(x.inputs.options["q_scale"], cell.seq)[:1, :1, -rows:]
-    judged = _Part(x.inputs.q[:1, :1, -rows:], x.inputs.k[:1, :1], x.inputs.v[:1, :1], options | ones, of_rows)  # fmt: skip
+    judged = _Part(x.inputs.q[:1, :1, -rows:], x.inputs.k[:1, :1], x.inputs.v[:1, :1], options | ones, of_rows)
     return judged.judge().problems({"out": part})
 
 
@@ -201,7 +201,9 @@ def measure(cell: Cell, names: list[str], device: torch.device, seconds: float) 
     records = []
     for name, time in (interleave(functions, device, seconds) if functions else {}).items():
         rate = cell.flops() / time.median
-        records.append({"case": asdict(cell) | {"id": cell.id}, "backend": name, "seconds": asdict(time), "flops_per_second": rate})  # fmt: skip
+        records.append(
+            {"case": asdict(cell) | {"id": cell.id}, "backend": name, "seconds": asdict(time), "flops_per_second": rate}
+        )
         print(f"{cell.id:<32}{name:<10}{1e6 * time.median:12.1f} us{rate / 1e12:10.2f} TFLOP/s")
     return records
 
@@ -236,7 +238,9 @@ KINDS = {
 }
 
 
-def errors(kernel: str, seq: int, dim: int, heads: int, device: torch.device, kinds: tuple[str, ...] = tuple(KINDS)) -> list[dict]:  # fmt: skip
+def errors(
+    kernel: str, seq: int, dim: int, heads: int, device: torch.device, kinds: tuple[str, ...] = tuple(KINDS)
+) -> list[dict]:
     """Relative errors of out, for 16-bit inputs that are quantised in each way: of a kernel, and of the
     inputs' rounding alone (the reference on them); and of plain bf16."""
     records = []
@@ -277,9 +281,7 @@ def table(records: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.fp8", description=__doc__)
     parser.add_argument("--backends", default="triton,bf16,cudnn,fa3", help="comma-separated")
-    parser.add_argument(
-        "--base", help="another revision, a folder or a commit: its backends are named cuda@base"
-    )
+    parser.add_argument("--base", help="another revision, a folder or a commit: its backends are named cuda@base")
     parser.add_argument("--case", default="", help="only cases whose name has this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
     parser.add_argument("--json", type=Path, help="where the records go")

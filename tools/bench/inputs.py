@@ -89,9 +89,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
             bias = bias[..., 0, :].movedim(-1, -3)
     if case.mask is not None:
         # Padding, as in practice: the first keys of every row are real, the rest are not.
-        real = torch.randint(
-            case.Sk // 2, case.Sk + 1, (*case.mask[:-1], 1), device=device, generator=generator
-        )
+        real = torch.randint(case.Sk // 2, case.Sk + 1, (*case.mask[:-1], 1), device=device, generator=generator)
         mask = torch.arange(case.Sk, device=device) < real
     dout = laid_out(case.H, lengths[0], case.Dv)
     inputs = Inputs(case, q, k, v, bias, mask, cu_seqlens, dout)
@@ -124,9 +122,7 @@ def problems(case: Case, device: torch.device) -> list[tuple[Problem, int]]:
     }
     if not case.lens:
         bias = case.bias if isinstance(case.bias, tuple) else None
-        return [
-            (Problem(batch=case.batch, seq_q=case.Sq, seq_k=case.Sk, bias_shape=bias, **common), 1)
-        ]
+        return [(Problem(batch=case.batch, seq_q=case.Sq, seq_k=case.Sk, bias_shape=bias, **common), 1)]
     return [
         (
             Problem(

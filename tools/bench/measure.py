@@ -340,9 +340,7 @@ def _buffers(device: torch.device) -> tuple[Tensor, Tensor]:
     return source, target
 
 
-def _ceiling(
-    times: dict[str, Times], device: torch.device, dtype: torch.dtype
-) -> dict[str, float] | None:
+def _ceiling(times: dict[str, Times], device: torch.device, dtype: torch.dtype) -> dict[str, float] | None:
     """The device's ceilings in the same rounds: a large matrix product, a large copy."""
     if "ceiling:matmul" not in times:
         return None

@@ -47,9 +47,7 @@ def paged(log_rows: int) -> Layout:
 
 def dense(log_rows: int) -> Layout:
     """Rows of a head one after the other; heads of K and of V, two lines each."""
-    return Layout(
-        2, 16, 64, log_rows - 6, False, (1 << log_rows) * 2 * LINE, 2 * LINE, 64 * 2 * LINE
-    )
+    return Layout(2, 16, 64, log_rows - 6, False, (1 << log_rows) * 2 * LINE, 2 * LINE, 64 * 2 * LINE)
 
 
 PATTERNS = {
@@ -80,9 +78,7 @@ def library(path: Path) -> c.CDLL:
     if not path.exists():
         nvcc = shutil.which("nvcc")
         if nvcc is None:
-            raise SystemExit(
-                f"no nvcc here: compile {SOURCE} elsewhere, and name the result by --library"
-            )
+            raise SystemExit(f"no nvcc here: compile {SOURCE} elsewhere, and name the result by --library")
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = ("-std=c++17", "-O3", "-arch=sm_90a", "-shared", "-Xcompiler", "-fPIC")
         subprocess.run([nvcc, *flags, "-o", str(path), str(SOURCE)], check=True)
@@ -112,23 +108,17 @@ def reader(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.page_loads", description=__doc__)
-    parser.add_argument(
-        "--rows", type=int, default=21, help="2 to this power, of 4 KiB each: of all sequences"
-    )
+    parser.add_argument("--rows", type=int, default=21, help="2 to this power, of 4 KiB each: of all sequences")
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument(
-        "--stages", type=int, nargs="+", default=[3, 5], help="of 32 KiB; at most 6"
-    )
-    parser.add_argument(
-        "--ctas", type=int, nargs="+", default=[128], help="of up to 6 stages in all on an SM"
-    )
+    parser.add_argument("--stages", type=int, nargs="+", default=[3, 5], help="of 32 KiB; at most 6")
+    parser.add_argument("--ctas", type=int, nargs="+", default=[128], help="of up to 6 stages in all on an SM")
     parser.add_argument("--promotions", nargs="+", choices=PROMOTIONS, default=["none", "128"])
     parser.add_argument("--library", type=Path, default=Path("build/page_loads.so"))
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         parser.error("torch sees no GPU of compute capability 9 here")
     device = torch.device("cuda")
-    cache = torch.randint(-(1 << 31), 1 << 31, (1 << options.rows, 1024), dtype=torch.int32, device=device)  # fmt: skip
+    cache = torch.randint(-(1 << 31), 1 << 31, (1 << options.rows, 1024), dtype=torch.int32, device=device)
     wanted = int(cache.sum()) % (1 << 32)
     read = library(options.library).read_pages
     functions: dict[str, Callable[[], object]] = {}

@@ -58,7 +58,7 @@ class Cell:
             return [self.longest] * self.batch
         drawn = random.Random(self.batch)
         low = math.log(max(1, self.longest // 64))
-        lengths = [round(math.exp(drawn.uniform(low, math.log(self.longest)))) for _ in range(self.batch)]  # fmt: skip
+        lengths = [round(math.exp(drawn.uniform(low, math.log(self.longest)))) for _ in range(self.batch)]
         return [*lengths[1:], self.longest]
 
     def bytes(self) -> int:
@@ -96,9 +96,13 @@ def inputs_of(cell: Cell, device: torch.device) -> PagedInputs:
         part.copy_(torch.randn(part.shape, generator=random, device=device))
     q = torch.randn(cell.batch, cell.heads_q, cell.dim, generator=random, device=device)
     options: dict[str, Any] = dict(
-        block_table=table, seqused_k=torch.tensor(cell.lengths(), dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.arange(cell.batch + 1, dtype=torch.int32, device=device), max_seqlen_q=1, causal=True, window=None,
-    )  # fmt: skip
+        block_table=table,
+        seqused_k=torch.tensor(cell.lengths(), dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.arange(cell.batch + 1, dtype=torch.int32, device=device),
+        max_seqlen_q=1,
+        causal=True,
+        window=None,
+    )
     if cell.cache != cell.dtype:
         options |= dict.fromkeys(("k_scale", "v_scale"), torch.ones((), device=device))
     return PagedInputs(q.to(getattr(torch, cell.dtype)), *joint.split(cell.dim, -1), options)
@@ -135,19 +139,28 @@ def _fa3(ops: Any, x: PagedInputs, planned: bool = False) -> Callable[[], Tensor
     all layers."""
     o = x.options
     shared = dict(
-        cu_seqlens_q=o["cu_seqlens_q"], seqused_k=o["seqused_k"], max_seqlen_q=1, max_seqlen_k=int(o["seqused_k"].max()),
-        is_causal=True, num_splits=0,
-    )  # fmt: skip
-    options = fa3.neutral(ops.fwd) | shared | {"page_table": o["block_table"], "softmax_scale": x.q.shape[-1] ** -0.5}  # fmt: skip
+        cu_seqlens_q=o["cu_seqlens_q"],
+        seqused_k=o["seqused_k"],
+        max_seqlen_q=1,
+        max_seqlen_k=int(o["seqused_k"].max()),
+        is_causal=True,
+        num_splits=0,
+    )
+    options = fa3.neutral(ops.fwd) | shared | {"page_table": o["block_table"], "softmax_scale": x.q.shape[-1] ** -0.5}
     if planned:
         plan = getattr(ops, "get_scheduler_metadata", None)
         if plan is None:
             raise Unsupported("this build has no get_scheduler_metadata")
         (batch, heads_q, dim), (_, page, heads_k, _) = x.q.shape, x.k_cache.shape
         sizes = dict(
-            batch_size=batch, num_heads=heads_q, num_heads_k=heads_k, headdim=dim, headdim_v=dim, qkv_dtype=x.q.dtype,
+            batch_size=batch,
+            num_heads=heads_q,
+            num_heads_k=heads_k,
+            headdim=dim,
+            headdim_v=dim,
+            qkv_dtype=x.q.dtype,
             page_size=page,
-        )  # fmt: skip
+        )
         try:
             options["scheduler_metadata"] = plan(**fa3.neutral(plan) | shared | sizes)
         except RuntimeError as error:  # the other candidates are timed
@@ -166,7 +179,7 @@ def problems(x: PagedInputs, out: Tensor) -> list[str]:
     """The errors in the shortest and the longest sequence."""
     used = x.options["seqused_k"]
     chosen = torch.stack((used.argmin(), used.argmax()))
-    options = x.options | {"block_table": x.options["block_table"][chosen], "seqused_k": used[chosen]}  # fmt: skip
+    options = x.options | {"block_table": x.options["block_table"][chosen], "seqused_k": used[chosen]}
     options["cu_seqlens_q"] = x.options["cu_seqlens_q"][:3].clone()
     if x.q.shape[0] == 1:  # both are one
         chosen = chosen[:1]
@@ -187,9 +200,7 @@ def judged(x: PagedInputs, function: Callable[[], Tensor]) -> list[str]:
         return [f"it raised: {first_line(error)}"]
 
 
-def measure(
-    cell: Cell, names: list[str], device: torch.device, seconds: float, host: bool = False
-) -> list[dict]:
+def measure(cell: Cell, names: list[str], device: torch.device, seconds: float, host: bool = False) -> list[dict]:
     """A record for each candidate, and one of a copy of the same number of bytes. host: with the host's cost
     of a call."""
     x = inputs_of(cell, device)
@@ -230,7 +241,7 @@ def table(records: list[dict]) -> str:
         text = f"{1e6 * r['seconds']['median']:.1f} us, {r['share_of_copy']:.0%}"
         cells.setdefault(r["case"]["id"], {})[r["backend"]] = text
     lines = [f"| case | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    lines += [f"| {case} | {' | '.join(by.get(n, '-') for n in names)} |" for case, by in cells.items()]  # fmt: skip
+    lines += [f"| {case} | {' | '.join(by.get(n, '-') for n in names)} |" for case, by in cells.items()]
     return "\n".join(lines)
 
 
@@ -252,12 +263,8 @@ def gains(records: list[dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.paged", description=__doc__)
-    parser.add_argument(
-        "--backends", default=f"triton,cuda,{','.join(FA3)}", help="comma-separated"
-    )
-    parser.add_argument(
-        "--base", help="another revision, a folder or a commit: its backends are named cuda@base"
-    )
+    parser.add_argument("--backends", default=f"triton,cuda,{','.join(FA3)}", help="comma-separated")
+    parser.add_argument("--base", help="another revision, a folder or a commit: its backends are named cuda@base")
     parser.add_argument("--case", default="", help="only cases whose name has this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
     parser.add_argument(
@@ -289,9 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{cell.id}: left out, it does not fit into the memory")
                 continue
             try:
-                records += measure(
-                    cell, options.backends.split(","), device, options.seconds, options.host
-                )
+                records += measure(cell, options.backends.split(","), device, options.seconds, options.host)
             except Exception as error:
                 if fatal(error):
                     raise

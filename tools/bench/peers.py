@@ -112,9 +112,7 @@ def _sdpa(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
             # The kernels take stride-0 dims, but want all four of them at full size.
             merged = merged.expand(q.shape[0], case.H, case.Sq, case.Sk)
         with _only(kernel):
-            out = scaled_dot_product_attention(
-                q, k, v, merged, is_causal=plain_causal, enable_gqa=case.Hk != case.H
-            )
+            out = scaled_dot_product_attention(q, k, v, merged, is_causal=plain_causal, enable_gqa=case.Hk != case.H)
         return out.reshape((*x.q.shape[:-1], case.Dv))
 
     return _refusal_as_reason(call)
@@ -154,9 +152,7 @@ def _sdpa_packed(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
         bias = x.bias.new_zeros(case.H, n, longest, longest)
         bias = bias.masked_scatter(pairs, x.bias).transpose(0, 1).to(x.q.dtype)
         with _only(kernel):
-            out = scaled_dot_product_attention(
-                pad(x.q), pad(x.k), pad(x.v), bias.masked_fill(hidden, float("-inf"))
-            )
+            out = scaled_dot_product_attention(pad(x.q), pad(x.k), pad(x.v), bias.masked_fill(hidden, float("-inf")))
         return out.transpose(1, 2)[real]
 
     return _refusal_as_reason(padded)
@@ -218,17 +214,13 @@ def flex(x: Inputs) -> Callable[[], Tensor]:
     block_mask = None
     if left >= 0 or right >= 0 or x.mask is not None:
         per_batch = batch if x.mask is not None else None
-        block_mask = create_block_mask(
-            visible, per_batch, None, case.Sq, case.Sk, device=x.q.device
-        )
+        block_mask = create_block_mask(visible, per_batch, None, case.Sq, case.Sk, device=x.q.device)
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call() -> Tensor:
         q, k, v = (collapsed(t, case.batch) for t in (x.q, x.k, x.v))
-        out = compiled(
-            q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=case.Hk != case.H
-        )
+        out = compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=case.Hk != case.H)
         return out.reshape((*x.q.shape[:-1], case.Dv))
 
     return first_error_as_reason(call)
@@ -259,9 +251,7 @@ def cuequivariance(x: Inputs) -> Callable[[], Tensor]:
     try:
         from cuequivariance_torch import triangle_attention
     except ImportError as error:
-        raise Unsupported(
-            f"{error}; pip install cuequivariance_torch cuequivariance_ops_torch_cu13"
-        ) from error
+        raise Unsupported(f"{error}; pip install cuequivariance_torch cuequivariance_ops_torch_cu13") from error
     case, rows = x.case, _triangle(x)
     mask = None
     if x.mask is not None:
@@ -282,9 +272,7 @@ def turbopairformer(x: Inputs) -> Callable[[], Tensor]:
     try:
         from turbopairformer import turbo_attention
     except ImportError as error:
-        raise Unsupported(
-            f"{error}; pip install turbopairformer, see docs/develop/benchmarks.md"
-        ) from error
+        raise Unsupported(f"{error}; pip install turbopairformer, see docs/develop/benchmarks.md") from error
     case, rows = x.case, _triangle(x)
     if case.dtype != "bf16":
         raise Unsupported(f"it has no {case.dtype}")

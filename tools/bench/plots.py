@@ -71,9 +71,7 @@ def _grid(panels: dict[str, list[Record]], panel: Callable, sharey: bool) -> plt
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
     size = (_WIDTH * columns + 1.6, 3.2 * rows + 0.6)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=size, squeeze=False, sharey=sharey, layout="constrained"
-    )
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, sharey=sharey, layout="constrained")
     for ax, (name, records) in zip(axes.flat, panels.items(), strict=False):
         panel(ax, records)
         ax.set_title(name, fontsize=10)
@@ -91,9 +89,7 @@ def _grid(panels: dict[str, list[Record]], panel: Callable, sharey: bool) -> plt
 
 def _curves(ax, records: list[Record], what: Callable[[Record], float | None]) -> None:
     for name in dict.fromkeys(r["backend"] for r in records):
-        points = sorted(
-            (ranking.length(r), y) for r in records if r["backend"] == name and (y := what(r))
-        )
+        points = sorted((ranking.length(r), y) for r in records if r["backend"] == name and (y := what(r)))
         if points:
             colour, mark = _LOOKS.get(name, _LOOK_OF_OTHERS)
             ours = name in OURS
@@ -111,11 +107,7 @@ def _curves(ax, records: list[Record], what: Callable[[Record], float | None]) -
 def _speed(ax, records: list[Record]) -> None:
     """TFLOP/s (GB/s where memory is the nearer ceiling); on the right, the share of the ceiling."""
     ceilings = [r["ceiling"] for r in records if r.get("ceiling")]
-    near = [
-        r["gbps"] / c["gbps"] > r["tflops"] / c["tflops"]
-        for r in records
-        if (c := r.get("ceiling"))
-    ]
+    near = [r["gbps"] / c["gbps"] > r["tflops"] / c["tflops"] for r in records if (c := r.get("ceiling"))]
     unit = "gbps" if near and sum(near) > len(near) / 2 else "tflops"
     _curves(ax, records, lambda r: r[unit])
     ax.set_ylim(bottom=0)
@@ -123,9 +115,7 @@ def _speed(ax, records: list[Record]) -> None:
     if ceilings:
         top = ranking.geomean(c[unit] for c in ceilings)
         ax.axhline(top, color="black", linestyle="--", linewidth=1, label="ceiling")
-        share = ax.secondary_yaxis(
-            "right", functions=(lambda y: 100 * y / top, lambda p: p * top / 100)
-        )
+        share = ax.secondary_yaxis("right", functions=(lambda y: 100 * y / top, lambda p: p * top / 100))
         share.set_ylabel("% of ceiling", fontsize=9)
 
 
@@ -148,9 +138,7 @@ def _standings(found: list[ranking.Standing]) -> plt.Figure:
         ax.barh(y, s.ratio - 1, left=1, color=colours[s.result])
         text = f" {s.ratio:.2f}x {s.ours['backend']} vs {s.peer['backend']}"
         ax.annotate(text, (max(s.ratio, 1), y), va="center", fontsize=7)
-    ax.set_yticks(
-        range(len(bars)), [f"{s.ours['case']['id']} {s.ours['pass']}" for s in bars], fontsize=7
-    )
+    ax.set_yticks(range(len(bars)), [f"{s.ours['case']['id']} {s.ours['pass']}" for s in bars], fontsize=7)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}x"))
     ax.xaxis.set_minor_formatter(NullFormatter())

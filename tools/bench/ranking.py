@@ -175,9 +175,7 @@ def claims(records: list[Record]) -> list[Holding]:
     for claim in CLAIMS:
         keys = [(id, claim.kind) for id in claim.cases]
         others = (claim.baseline or claim.ours).split(",")
-        if not all(
-            (*k, claim.ours) in asked and any((*k, n) in asked for n in others) for k in keys
-        ):
+        if not all((*k, claim.ours) in asked and any((*k, n) in asked for n in others) for k in keys):
             continue
         values = [v for key in keys if (v := _value(claim, timed.get(key, {})))]
         value = None
@@ -229,11 +227,7 @@ def changes(old: list[Record], new: list[Record]) -> list[Change]:
 
 def split(records: list[Record]) -> tuple[list[Record], list[Record]]:
     """(records of the other revision under their plain names, all others) of an A/B run."""
-    base = [
-        {**r, "backend": r["backend"].removesuffix(BASE)}
-        for r in records
-        if r["backend"].endswith(BASE)
-    ]
+    base = [{**r, "backend": r["backend"].removesuffix(BASE)} for r in records if r["backend"].endswith(BASE)]
     return base, [r for r in records if not r["backend"].endswith(BASE)]
 
 

@@ -20,9 +20,7 @@ from tools.bench.candidates import BASELINES
 from tools.bench.cases import BenchError
 from tools.bench.ranking import Record
 
-_BETWEEN_MARKERS = re.compile(
-    r"^(<!-- bench:begin (\w+) (\S+) -->\n)(.*?)(^<!-- bench:end -->$)", re.M | re.S
-)
+_BETWEEN_MARKERS = re.compile(r"^(<!-- bench:begin (\w+) (\S+) -->\n)(.*?)(^<!-- bench:end -->$)", re.M | re.S)
 _STYLES = {
     "wins": "green",
     "faster": "green",
@@ -244,17 +242,13 @@ def comparison(old: list[Record], new: list[Record], one_run: bool = False) -> T
         how = f"two runs: products and copies timed alongside ran at {drift:.2f}x of before"
     else:
         how = "two runs, without ceilings to compare them by"
-    note = (
-        f"{_commits(new)} against {_commits(old)}; medians (20% to 80% of the samples, us); {how}"
-    )
+    note = f"{_commits(new)} against {_commits(old)}; medians (20% to 80% of the samples, us); {how}"
     header = ["case", "pass", "backend", "old", "new", "faster by", ""]
     return Table("What changed", header, rows, note)
 
 
 def _commits(records: list[Record]) -> str:
-    found = (
-        f"{r['commit']}{' with changes' if r['dirty'] else ''}" for r in records if r["commit"]
-    )
+    found = (f"{r['commit']}{' with changes' if r['dirty'] else ''}" for r in records if r["commit"])
     return ", ".join(dict.fromkeys(found)) or "sources without git"
 
 
@@ -324,10 +318,7 @@ def overview(records: list[Record]) -> Table:
                 memory = client["peak_mem_mb"] / ours["peak_mem_mb"]
             found.setdefault(client["case"]["model"], []).append((speed, memory))
             used += [client, ours]
-    rows = [
-        [model, _range(s for s, _ in steps), _range(m for _, m in steps)]
-        for model, steps in found.items()
-    ]
+    rows = [[model, _range(s for s, _ in steps), _range(m for _, m in steps)] for model, steps in found.items()]
     note = f"{_place(used)}; medians of whole steps, the two ways in turn." if used else ""
     return Table("Whole models at a glance", ["model", "speed", "memory"], rows, note)
 
@@ -472,13 +463,9 @@ def tables(records: list[Record]) -> list[Table]:
 
 
 def markdown(table: Table) -> str:
-    strong = [
-        [re.sub(r"^not met$|loses(?: \d+)?", r"**\g<0>**", c) for c in row] for row in table.rows
-    ]
+    strong = [[re.sub(r"^not met$|loses(?: \d+)?", r"**\g<0>**", c) for c in row] for row in table.rows]
     lines = [table.header, ["---"] * len(table.header), *strong]
-    text = "\n".join(
-        "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines
-    )
+    text = "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
     return f"{text}\n\n{table.note}" if table.note else text
 
 
@@ -486,9 +473,7 @@ def plain(table: Table) -> str:
     """A table as aligned text."""
     widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
     lines = [table.header, ["-" * w for w in widths], *table.rows]
-    body = "\n".join(
-        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    body = "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
     return "\n".join(filter(None, (table.title, body, table.note)))
 
 
@@ -530,9 +515,7 @@ def refresh(root: Path, pages: Iterable[Path] | None = None, write: bool = True)
             if name not in TABLES:
                 raise BenchError(f"{page}: no table named {name!r}; there are {', '.join(TABLES)}")
             tables = []
-            for file in source.split(
-                ","
-            ):  # one run a file: runs are never compared with each other
+            for file in source.split(","):  # one run a file: runs are never compared with each other
                 if not (root / file).is_file():
                     raise BenchError(f"{page}: there is no file {file}")
                 tables.append(TABLES[name](json.loads((root / file).read_text(encoding="utf-8"))))

@@ -109,7 +109,7 @@ def results(way: Way, given: list[Tensor], gradients: list[Tensor]) -> list[Tens
     return [*found, *torch.autograd.grad(found, given, gradients)]
 
 
-def errors(cell: Cell, each: dict[str, Way], given: list[Tensor], gradients: list[Tensor]) -> dict[str, list[float]]:  # fmt: skip
+def errors(cell: Cell, each: dict[str, Way], given: list[Tensor], gradients: list[Tensor]) -> dict[str, list[float]]:
     """The error of all results in the Euclidean norm, relative to the formula in float64."""
     few = lambda x, dtype: x.detach()[:FEW].to(dtype)  # noqa: E731
     wide, dwide = ([few(x, torch.float64) for x in of] for of in (given, gradients))
@@ -132,9 +132,7 @@ def measure(cell: Cell, device: torch.device, seconds: float) -> Iterator[dict[s
     found = errors(cell, each, given, gradients)
     floor = 2 * torch.finfo(DTYPES[cell.dtype]).eps
     right = {
-        n: w
-        for n, w in each.items()
-        if all(a <= 2 * b + floor for a, b in zip(found[n], found["plain"], strict=True))
+        n: w for n, w in each.items() if all(a <= 2 * b + floor for a, b in zip(found[n], found["plain"], strict=True))
     }
     calls, backwards = {}, {}
     for name, way in right.items():
@@ -144,7 +142,7 @@ def measure(cell: Cell, device: torch.device, seconds: float) -> Iterator[dict[s
         calls[name] = partial(way, *own)
         backwards[name] = partial(
             torch.autograd.grad, way(*own), own, [gradients[0], laid_out(gradients[1], scores)], retain_graph=True
-        )  # fmt: skip
+        )
     timed = {
         "forward": interleave(calls, device, seconds),
         "backward": interleave(backwards, device, seconds),
@@ -153,18 +151,20 @@ def measure(cell: Cell, device: torch.device, seconds: float) -> Iterator[dict[s
         for name in each:
             time = times[name].median if name in times else None
             yield {
-                "case": asdict(cell) | {"id": cell.id}, "pass": which, "way": name, "us": time and 1e6 * time,
-                "gbps": time and cell.bytes(which == "backward") / time / 1e9, "errors": found[name],
+                "case": asdict(cell) | {"id": cell.id},
+                "pass": which,
+                "way": name,
+                "us": time and 1e6 * time,
+                "gbps": time and cell.bytes(which == "backward") / time / 1e9,
+                "errors": found[name],
                 "env": environment(device),
-            }  # fmt: skip
+            }
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.residual", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose id has this in it")
-    parser.add_argument(
-        "--seconds", type=float, default=1.0, help="measuring time per case and pass"
-    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="measuring time per case and pass")
     parser.add_argument("--batch", type=int, help="of every case, in place of its own")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the records here")

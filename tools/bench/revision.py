@@ -78,9 +78,7 @@ def _git(*arguments: str) -> bytes:
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True)
     except OSError as error:
-        raise BenchError(
-            f"git cannot run ({error}); give a folder instead of a revision"
-        ) from error
+        raise BenchError(f"git cannot run ({error}); give a folder instead of a revision") from error
     if done.returncode:
         raise BenchError(f"git {arguments[0]}: {done.stderr.decode().strip().splitlines()[-1]}")
     return done.stdout

@@ -54,7 +54,7 @@ class Step:
         """q, k, v, dout and a ragged bias as SDPA takes them."""
         *rows, bias = tensors
         n, longest = len(self.lens), max(self.lens)
-        real = torch.arange(longest, device=DEVICE) < torch.tensor(self.lens, device=DEVICE)[:, None]  # fmt: skip
+        real = torch.arange(longest, device=DEVICE) < torch.tensor(self.lens, device=DEVICE)[:, None]
 
         def pad(x: Tensor) -> Tensor:
             y = x.new_zeros(n, longest, *x.shape[1:])
@@ -69,9 +69,9 @@ class Step:
     def attend(self, ours: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         if ours and self.lens:
             longest = {"max_seqlen_q": max(self.lens), "max_seqlen_k": max(self.lens)}
-            return flashsci.varlen_attention(q, k, v, self.cu, bias=bias, backend="triton", **longest)  # fmt: skip
+            return flashsci.varlen_attention(q, k, v, self.cu, bias=bias, backend="triton", **longest)
         if ours:
-            return flashsci.attention(q, k, v, bias=bias, precision=self.precision, backend="triton")  # fmt: skip
+            return flashsci.attention(q, k, v, bias=bias, precision=self.precision, backend="triton")
         if self.hidden is not None:
             bias = bias + self.hidden
         if bias is not None:
@@ -159,8 +159,11 @@ def timings(name: str) -> None:
         print(" | ".join(line))
     parts = {n: functools.partial(getattr(step, n), True) for n in ("forward", "backward")}
     times = {n: t.median * 1e3 for n, t in interleave(parts, DEVICE, 0.3, (5, 50)).items()}
-    print(f"    forward {times['forward']:.3f} ms, with backward {times['backward']:.3f}; "
-          f"peak {memory[0]:.0f} of {memory[1]:.0f} MiB = 1/{memory[1] / memory[0]:.0f}", flush=True)  # fmt: skip
+    print(
+        f"    forward {times['forward']:.3f} ms, with backward {times['backward']:.3f}; "
+        f"peak {memory[0]:.0f} of {memory[1]:.0f} MiB = 1/{memory[1] / memory[0]:.0f}",
+        flush=True,
+    )
 
 
 def profiled(name: str) -> None:
@@ -177,7 +180,10 @@ def profiled(name: str) -> None:
                 step.step(ours)
             torch.cuda.synchronize()
         print(name, "ours" if ours else "math")
-        for where, attribute in (("device", "self_device_time_total"), ("host, profiler included", "self_cpu_time_total")):  # fmt: skip
+        for where, attribute in (
+            ("device", "self_device_time_total"),
+            ("host, profiler included", "self_cpu_time_total"),
+        ):
             print(f"  us a step, {where}:")
             rows = sorted(found.key_averages(), key=lambda row: -getattr(row, attribute))
             for row in rows[:10]:
@@ -185,9 +191,7 @@ def profiled(name: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=("time", "profile"))
     parser.add_argument("cases", nargs="*", default=TIMED)
     options = parser.parse_args()

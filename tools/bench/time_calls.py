@@ -46,14 +46,14 @@ def cases(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Call,
         def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = backend) -> Tensor:
             return flashsci.attention(q, k, v, backend=backend)
 
-        def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, backend: str = backend) -> Tensor:  # fmt: skip
+        def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, backend: str = backend) -> Tensor:
             return flashsci.attention(q, k, v, bias=bias, backend=backend)
 
         def with_mask(q: Tensor, k: Tensor, v: Tensor, backend: str = backend) -> Tensor:
             return flashsci.attention(q, k, v, mask=shared, backend=backend)
 
         def of_packed(q: Tensor, k: Tensor, v: Tensor, backend: str = backend) -> Tensor:
-            return flashsci.varlen_attention(q, k, v, offsets, max_seqlen_q=40, max_seqlen_k=40, backend=backend)  # fmt: skip
+            return flashsci.varlen_attention(q, k, v, offsets, max_seqlen_q=40, max_seqlen_k=40, backend=backend)
 
         yield f"{backend}, dense {name}", attention, dense
         yield f"{backend}, pair bias {name}", with_bias, biased

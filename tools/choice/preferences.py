@@ -47,10 +47,7 @@ def pages(table: Table, found: list[Regret]) -> dict[str, str]:
     """The tables of the rules in docs/results/rules.md, by the name of their place there."""
     defaults = preferences.read(preferences.FOLDER / "defaults.json")
     rows = ["| pass | cases | geometric mean | worst |", "|---|---|---|---|"]
-    rows += [
-        f"| {kind} | {n} | {mean:.3f} | {worst:.2f} |"
-        for kind, (n, mean, worst) in summary(found).items()
-    ]
+    rows += [f"| {kind} | {n} | {mean:.3f} | {worst:.2f} |" for kind, (n, mean, worst) in summary(found).items()]
     shown = {"regret": "\n".join(rows)}
     for kind in preferences.KINDS:
         rows = ["| calls | order | why | written |", "|---|---|---|---|"]
@@ -93,25 +90,15 @@ def results() -> dict[Path, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="*", type=Path, help="default: reports/bench/*/*.json")
-    parser.add_argument(
-        "--write", action="store_true", help="tables and page of the committed records"
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="fail if those are other than committed"
-    )
-    parser.add_argument(
-        "--table", type=Path, help="learn a table of these records, and write it here"
-    )
+    parser.add_argument("--write", action="store_true", help="tables and page of the committed records")
+    parser.add_argument("--check", action="store_true", help="fail if those are other than committed")
+    parser.add_argument("--table", type=Path, help="learn a table of these records, and write it here")
     arguments = parser.parse_args()
     if arguments.write or arguments.check:
         files = results()
-        stale = [
-            path for path, text in files.items() if not path.exists() or path.read_text() != text
-        ]
+        stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
         for path in stale:
             if arguments.write:
                 path.write_text(files[path])
@@ -122,9 +109,7 @@ def main() -> int:
         return int(bool(stale) and arguments.check)
     groups = by_gpu(arguments.records or sorted(RESULTS.glob("*/*.json")))
     if arguments.table and len(groups) != 1:
-        parser.error(
-            f"--table is of one kind of GPU, and these records are of {', '.join(groups) or 'none'}"
-        )
+        parser.error(f"--table is of one kind of GPU, and these records are of {', '.join(groups) or 'none'}")
     for name, cases in groups.items():
         tables = preferences.tables(cases[0].problem.capability)
         if arguments.table:

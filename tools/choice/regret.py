@@ -83,9 +83,11 @@ def problem_of(case: dict[str, Any], capability: tuple[int, int] | None, on_gpu:
     shape = None if bias is None or lens else tuple(bias)
     dtype, bias_dtype = DTYPES[case["dtype"]], DTYPES[case.get("bias_dtype", case["dtype"])]
     wanted = bool(bias and order and case.get("bias_grad"))
-    summed = wanted and shape is not None and sums_bias(
-        torch.empty(shape, dtype=bias_dtype, device="meta"), (*batch, case["H"])
-    )  # fmt: skip
+    summed = (
+        wanted
+        and shape is not None
+        and sums_bias(torch.empty(shape, dtype=bias_dtype, device="meta"), (*batch, case["H"]))
+    )
     return Problem(
         "cuda" if on_gpu else "cpu", capability, dtype, case["H"], case["Hk"], case["D"], case["Dv"],
         batch=(lens["n"],) if lens else batch,
@@ -277,17 +279,13 @@ def report(found: list[Regret]) -> str:
     """Regret by suite and pass, the worst ten, and the choices of `auto` without a measurement."""
     lines = []
     for suite in sorted({r.case.suite for r in found}):
-        for kind, (count, mean, worst) in summary(
-            [r for r in found if r.case.suite == suite]
-        ).items():
+        for kind, (count, mean, worst) in summary([r for r in found if r.case.suite == suite]).items():
             lines.append(f"{suite:<12}{kind:<10}{count:>4} cases{mean:>8.3f} worst {worst:.2f}")
     for kind, (count, mean, worst) in summary(found).items():
         lines.append(f"{'all':<12}{kind:<10}{count:>4} cases{mean:>8.3f} worst {worst:.2f}")
     known = [r for r in found if r.ratio is not None]
     for r in sorted(known, key=lambda r: -r.ratio)[:10]:
-        lines.append(
-            f"{r.ratio:>6.2f}  {r.case.id} {r.kind}: {r.backend} ({Path(r.case.file).stem})"
-        )
+        lines.append(f"{r.ratio:>6.2f}  {r.case.id} {r.kind}: {r.backend} ({Path(r.case.file).stem})")
     blind = [r for r in found if r.ratio is None]
     for r in blind:
         what = "not measured" if r.backend is None else f"{r.backend}, wrong or without gradients"

@@ -290,10 +290,7 @@ def learnt(name: str, cases: list[Timed]) -> Table:
         seen = examples(cases, kind, (table, defaults))
         rest = unmeasured(cases, seen, kind)
         rules = Learner(kind, seen, defaults, rest).learn() if seen else []
-        told = (
-            replace(r, evidence=_evidence(r, rules, seen, defaults, kind), table=name)
-            for r in rules
-        )
+        told = (replace(r, evidence=_evidence(r, rules, seen, defaults, kind), table=name) for r in rules)
         table = replace(table, **{kind: tuple(told)})
     return table
 
@@ -306,9 +303,7 @@ def _about(cases: list[Timed]) -> str:
     return f"Learnt by tools/choice/preferences.py from records of {cases[0].gpu}: {files}."
 
 
-def _evidence(
-    rule: Rule, rules: list[Rule], seen: list[Example], defaults: Table, kind: str
-) -> str:
+def _evidence(rule: Rule, rules: list[Rule], seen: list[Example], defaults: Table, kind: str) -> str:
     """The records on which a rule rests, and its gain over the handwritten rules."""
     own = [e for e in seen if next((r for r in rules if r.holds(e.found)), None) is rule]
     lead, gains, turned = rule.order[0], [], []

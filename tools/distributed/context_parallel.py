@@ -103,9 +103,7 @@ def candidates(
     return found
 
 
-def measured(
-    mesh: DeviceMesh, steps: dict[str, Step], options: argparse.Namespace
-) -> dict[str, tuple[float, float]]:
+def measured(mesh: DeviceMesh, steps: dict[str, Step], options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """(median seconds of the slowest rank, GiB) of each; NaN for candidates that cannot run, with the reason
     printed."""
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -128,10 +126,7 @@ def measured(
             calls[name] = max(1, min(MOST_CALLS, int(AT_LEAST / max(seconds, 1e-9))))
             if turn >= warmup:
                 times[name].append(seconds)
-    return {
-        n: (statistics.median(times[n]), memory[n]) if n in steps else (float("nan"),) * 2
-        for n in times
-    }
+    return {n: (statistics.median(times[n]), memory[n]) if n in steps else (float("nan"),) * 2 for n in times}
 
 
 def _timed(
@@ -162,22 +157,16 @@ def _timed(
             flush=True,
         )
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if gpu else 0.0
-    said = torch.tensor(
-        [(time.perf_counter() - start) / calls, peak, failed], device=options.device
-    )
+    said = torch.tensor([(time.perf_counter() - start) / calls, peak, failed], device=options.device)
     dist.all_reduce(said, dist.ReduceOp.MAX, group=mesh.get_group())
     seconds, memory[name], failed = said.tolist()
     return None if failed else seconds
 
 
-def predicted(
-    seq: int, world: int, strategy: str, options: argparse.Namespace, dim: int, backward: bool
-) -> float:
+def predicted(seq: int, world: int, strategy: str, options: argparse.Namespace, dim: int, backward: bool) -> float:
     call = cost.planned(seq, world, causal=True, layout=LAYOUT)
     sizes = cost.Sizes(1, options.heads, options.heads_k, dim, dim, 2)
-    return cost.predict(
-        call, sizes, "all_gather" if strategy in ("one", "torch") else strategy, backward
-    ).seconds
+    return cost.predict(call, sizes, "all_gather" if strategy in ("one", "torch") else strategy, backward).seconds
 
 
 def chosen(seq: int, world: int, options: argparse.Namespace, dim: int, backward: bool) -> str:
@@ -196,7 +185,7 @@ def table(meshes: dict[int, DeviceMesh], options: argparse.Namespace, until: flo
             for backward in (False, True):
                 alone = None
                 for scaling, world in cells(meshes):
-                    found, alone = _lines(meshes[world], options, dim, scaling, base, backward, alone, until)  # fmt: skip
+                    found, alone = _lines(meshes[world], options, dim, scaling, base, backward, alone, until)
                     rows += found
                     if dist.get_rank() == 0:
                         print("\n".join(found), flush=True)
@@ -245,9 +234,7 @@ def _lines(
             slowest = torch.tensor([seconds], device=options.device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             alone = seconds = slowest.item()
-        efficiency = (
-            alone / seconds / (world if scaling == "strong" else 1) if alone else float("nan")
-        )
+        efficiency = alone / seconds / (world if scaling == "strong" else 1) if alone else float("nan")
         model = predicted(seq, world, name, options, dim, backward)
         name += "*" if name == choice else ""
         rows.append(
@@ -295,10 +282,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--heads-k", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--minutes", type=float, default=8.0, help="of all measurements (default 8)")  # fmt: skip
-    parser.add_argument(
-        "--ranks", type=int, default=gpus or 2, help="processes to start, without torchrun"
-    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="of all measurements (default 8)")
+    parser.add_argument("--ranks", type=int, default=gpus or 2, help="processes to start, without torchrun")
     parser.add_argument("--tiny", action="store_true", help="small sizes, one round")
     options = parser.parse_args()
     if options.tiny:

@@ -73,13 +73,11 @@ def panel(left: float, layout: str) -> list[str]:
     for (query, key), (rank, step) in sorted(computed(layout).items()):
         lines += cell(left + key * CELL, top + query * CELL, COLOURS[rank], str(step))
     bottom = top + CHUNKS * CELL
-    lines += [f'<rect x="{left:g}" y="{top}" width="{CHUNKS * CELL}" height="{CHUNKS * CELL}" fill="none" stroke="#888"/>']  # fmt: skip
-    blocks = [sum(r == rank for r, _ in computed(layout).values()) for rank in range(RANKS)]
     lines += [
-        text(
-            left + CELL * CHUNKS / 2, bottom + 22, "blocks by rank: " + ", ".join(map(str, blocks))
-        )
+        f'<rect x="{left:g}" y="{top}" width="{CHUNKS * CELL}" height="{CHUNKS * CELL}" fill="none" stroke="#888"/>'
     ]
+    blocks = [sum(r == rank for r, _ in computed(layout).values()) for rank in range(RANKS)]
+    lines += [text(left + CELL * CHUNKS / 2, bottom + 22, "blocks by rank: " + ", ".join(map(str, blocks)))]
     return lines
 
 

@@ -58,7 +58,7 @@ RUNNERS = ("forward_runner", "backward_runner")
 GRACE = 15  # seconds in which an interrupted step may report its findings
 # In a step's command: the part of the step's limit that is left for its work, without start and report.
 SECONDS, MINUTES = "{seconds}", "{minutes}"
-PYTEST = ("-m", "pytest", "-q", "-rf", "--maxfail=20", "--tb=short", "--durations=10", "-p", "no:cacheprovider")  # fmt: skip
+PYTEST = ("-m", "pytest", "-q", "-rf", "--maxfail=20", "--tb=short", "--durations=10", "-p", "no:cacheprovider")
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,17 @@ def sanitizers(runners: Path) -> Step:
         why = f"{runners} has no {' and no '.join(missing)}: make build-manual, or --runners FOLDER"
     commands = {
         f"{kind}-{name.removesuffix('_runner')}-{generation}": [
-            tool or "compute-sanitizer", "--error-exitcode=9", "--tool", kind, str(runners / name), generation,
+            tool or "compute-sanitizer",
+            "--error-exitcode=9",
+            "--tool",
+            kind,
+            str(runners / name),
+            generation,
         ]
         for kind in SANITIZERS
         for name in RUNNERS
         for generation in GENERATIONS
-    }  # fmt: skip
+    }
     return Step(500, commands, skipped=why)
 
 
@@ -151,9 +156,14 @@ def run(step: Step, out: Path) -> tuple[str, float, dict[str, str]]:
                 log.write(f"$ {shlex.join(command)}\n")
                 log.flush()
                 running[name] = subprocess.Popen(
-                    command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **step.environment},
-                )  # fmt: skip
+                    command,
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **step.environment},
+                )
         for name, process in running.items():
             left = start + step.seconds - time.monotonic()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -167,7 +177,7 @@ def run(step: Step, out: Path) -> tuple[str, float, dict[str, str]]:
         with (out / f"{name}.log").open("a") as log:
             log.write(f"gpu_check: stopped after {step.seconds} s; --limit gives it more\n")
     worst = next((results[name] for name in running if results[name] != "passed"), "passed")
-    return worst, time.monotonic() - start, {name: last_line(out / f"{name}.log") for name in running}  # fmt: skip
+    return worst, time.monotonic() - start, {name: last_line(out / f"{name}.log") for name in running}
 
 
 def stop(processes: list[subprocess.Popen[bytes]], grace: float = GRACE) -> None:
@@ -200,9 +210,7 @@ def table(rows: Iterable[tuple[str, str, float, dict[str, str]]]) -> str:
         for log, line in said.items():
             head = f"{name:<11} {result:<20} {seconds:6.0f} s"
             about = f"{log}: " if log not in ("", name) else ""
-            lines.append(
-                f"{head if log == next(iter(said)) else ' ' * len(head)}  {about}{line[:140]}"
-            )
+            lines.append(f"{head if log == next(iter(said)) else ' ' * len(head)}  {about}{line[:140]}")
     return "\n".join(lines)
 
 
@@ -211,24 +219,33 @@ def settings(given: list[str], known: Iterable[str]) -> dict[str, str]:
     found = dict(item.split("=", 1) for item in given if "=" in item)
     wrong = [item for item in given if item.split("=", 1)[0] not in known or "=" not in item]
     if wrong:
-        raise SystemExit(
-            f"gpu_check: {wrong[0]!r} is not STEP=VALUE with a step of {', '.join(known)}"
-        )
+        raise SystemExit(f"gpu_check: {wrong[0]!r} is not STEP=VALUE with a step of {', '.join(known)}")
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", help="default: all of them")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-check", help="logs and results (default build/gpu-check)")  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "gpu-check", help="logs and results (default build/gpu-check)"
+    )
     parser.add_argument("--wheel", type=Path, help="take the CUDA library out of this wheel")
-    parser.add_argument("--runners", type=Path, default=ROOT / "build" / "manual", help="folder with the runners (default build/manual)")  # fmt: skip
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="test processes (default: one per core, at most 8)")  # fmt: skip
+    parser.add_argument(
+        "--runners", type=Path, default=ROOT / "build" / "manual", help="folder with the runners (default build/manual)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        help="test processes (default: one per core, at most 8)",
+    )
     parser.add_argument("--limit", action="append", default=[], metavar="STEP=SECONDS")
-    parser.add_argument("--option", action="append", default=[], metavar="STEP=OPTIONS", help="added to the step's command")  # fmt: skip
-    parser.add_argument("--seconds", type=int, help="for all steps together: no limit goes beyond, and the table comes before")  # fmt: skip
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="STEP=OPTIONS", help="added to the step's command"
+    )
+    parser.add_argument(
+        "--seconds", type=int, help="for all steps together: no limit goes beyond, and the table comes before"
+    )
     options = parser.parse_args(arguments)
     # A shell starts background jobs with interrupts ignored, and their children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

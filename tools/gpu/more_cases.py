@@ -84,14 +84,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "gpu-check.json", help="the report")  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "gpu-check.json", help="the report")
     parser.add_argument("--seconds", type=float, default=540, help="for all parts (default 540)")
     parser.add_argument("--part-seconds", type=float, default=150, help="for a part (default 150)")
     parser.add_argument("--cases", type=int, default=5000, help="of a part at most (default 5000)")
-    parser.add_argument("--check", default="", metavar="OPTIONS", help="added to the check's, such as '--workers 8'")  # fmt: skip
+    parser.add_argument("--check", default="", metavar="OPTIONS", help="added to the check's, such as '--workers 8'")
     options = parser.parse_args(arguments)
     # A shell starts background jobs with interrupts ignored, and a check would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -117,9 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
             code = process.wait(timeout=left)
         except subprocess.TimeoutExpired:
             stop(process)
-            print(
-                f"{name}: not done after {left:.0f} s; nothing of it is in the report", flush=True
-            )
+            print(f"{name}: not done after {left:.0f} s; nothing of it is in the report", flush=True)
             break
         parts[unit] += 1
         before, have = have, counted(report_of(options.out), units)
@@ -127,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
             failed.append(name)
         if have == before:  # it was interrupted, or nothing here runs these kernels
             barren.add(unit)
-        print(", ".join(f"{what} {number} of {ENOUGH[what]}" for what, number in have.items()), flush=True)  # fmt: skip
+        print(", ".join(f"{what} {number} of {ENOUGH[what]}" for what, number in have.items()), flush=True)
     enough = all(have[what] >= wanted for what, wanted in ENOUGH.items())
     said = ", ".join(f"{what} {number} of {ENOUGH[what]}" for what, number in have.items())
     print(f"{sum(parts.values())} parts, failed: {', '.join(failed) or 'none'}; {said}")

@@ -72,9 +72,7 @@ def packages(name: str) -> str:
     program = torch.export.export(module, tensors)
     with tempfile.TemporaryDirectory() as folder:
         print("compile", flush=True)
-        path = torch._inductor.aoti_compile_and_package(
-            program, package_path=str(Path(folder, "attention.pt2"))
-        )
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder, "attention.pt2")))
         print("load", flush=True)
         loaded = torch._inductor.aoti_load_package(path)
         print("run", flush=True)
@@ -123,9 +121,7 @@ def outcome(which: str, name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("which", choices=PATIENCE)
     parser.add_argument("--case", help="run this one here")
     given = parser.parse_args()

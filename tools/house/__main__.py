@@ -28,9 +28,7 @@ TRACE = Path(__file__).with_name("trace.py")
 
 
 def git(*words: str, root: Path = ROOT) -> str:
-    return subprocess.run(
-        ["git", *words], cwd=root, check=True, capture_output=True, text=True
-    ).stdout
+    return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout
 
 
 def tree(root: Path) -> Tree:
@@ -48,9 +46,7 @@ def tree(root: Path) -> Tree:
 def way_of_a_call(root: Path) -> dict[str, str]:
     """Python frames and files from `attention` to the launch, of the first, second and third call."""
     environment = os.environ | {"PYTHONPATH": str(root), "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(TRACE)], cwd=root, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, str(TRACE)], cwd=root, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{TRACE.name} failed on {root}:\n{done.stderr}")
     found: dict[str, list[tuple[int, int]]] = {}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 CODE = (".py", ".cpp", ".cu", ".cuh", ".h")
 LONGEST = 120  # lines of a Python function, without its docstring
-COLUMNS = 100
+COLUMNS = 120
 EQUAL = 8  # lines that make a duplicate
 
 # Areas that are shown folder by folder, and those that are shown as one.
@@ -108,9 +108,7 @@ def layout(tree: Tree) -> dict[str, str]:
     """Lines by which Python evades its formatter, outside the tests and inside."""
     found = {}
     for where, tests in (("outside tests", False), ("tests", True)):
-        texts = [
-            t for p, t in tree.items() if p.endswith(".py") and p.startswith("tests/") == tests
-        ]
+        texts = [t for p, t in tree.items() if p.endswith(".py") and p.startswith("tests/") == tests]
         skips = sum(len(re.findall(r"# fmt: (?:skip|off)", text)) for text in texts)
         wide = sum(len(line) > COLUMNS for text in texts for line in text.splitlines())
         found[f"`fmt: skip`, {where}"] = f"{skips:,}"
@@ -129,13 +127,7 @@ def duplicated_lines(tree: Tree, top: str) -> int:
             kept[path] = [line for line in map(str.strip, text.splitlines()) if _counts(line)]
             for i in range(len(kept[path]) - EQUAL + 1):
                 places[tuple(kept[path][i : i + EQUAL])].append((path, i))
-    equal = {
-        (path, i + k)
-        for found in places.values()
-        if len(found) > 1
-        for path, i in found
-        for k in range(EQUAL)
-    }
+    equal = {(path, i + k) for found in places.values() if len(found) > 1 for path, i in found for k in range(EQUAL)}
     return len(equal)
 
 
@@ -153,8 +145,7 @@ def counts(tree: Tree, option: str) -> dict[str, str]:
         f"Python functions over {LONGEST} lines, others": ", ".join(named) or "none",
         **layout(tree),
         **{
-            f"lines of {top} in equal runs of {EQUAL} and more": f"{duplicated_lines(tree, top):,}"
-            for top in BY_FOLDER
+            f"lines of {top} in equal runs of {EQUAL} and more": f"{duplicated_lines(tree, top):,}" for top in BY_FOLDER
         },
     }
 

@@ -26,13 +26,9 @@ CALLS = ("first", "second", "third")
 def launches() -> set:
     """The code that launches a kernel: `Launch.__call__`, in whichever module of flashsci defines it."""
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("flashsci.")]
-    found = {
-        m.Launch.__call__.__code__ for m in modules if isinstance(getattr(m, "Launch", None), type)
-    }
+    found = {m.Launch.__call__.__code__ for m in modules if isinstance(getattr(m, "Launch", None), type)}
     if not found:
-        raise RuntimeError(
-            "no module of flashsci defines the class Launch: name the new class in tools/house/trace.py"
-        )
+        raise RuntimeError("no module of flashsci defines the class Launch: name the new class in tools/house/trace.py")
     return found
 
 
@@ -56,9 +52,7 @@ def frames(call, ends: set) -> list[str]:
     finally:
         sys.setprofile(None)
     if not launched:
-        raise RuntimeError(
-            "a call launched no kernel by Launch.__call__: there is no end to count to"
-        )
+        raise RuntimeError("a call launched no kernel by Launch.__call__: there is no end to count to")
     return found
 
 
@@ -78,9 +72,7 @@ def main() -> None:
         for gradients in (False, True):
             q, k, v = (torch.randn(1, 2, 16, 16, requires_grad=gradients) for _ in range(3))
             for nth in CALLS:
-                files = frames(
-                    partial(flashsci.attention, q, k, v, backend="triton", **kwargs), ends
-                )
+                files = frames(partial(flashsci.attention, q, k, v, backend="triton", **kwargs), ends)
                 way = "with gradients" if gradients else "without gradients"
                 found[f"{name}, {way}, {nth}"] = [len(files), len(set(files))]
     print(json.dumps(found))

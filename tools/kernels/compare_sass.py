@@ -44,9 +44,7 @@ def kernels(file: Path) -> list[tuple[str, str, str]]:
         if name:
             found.append((arch, name, code.hexdigest()[:16]))
 
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if match := _FUNCTION.match(line):
@@ -90,9 +88,7 @@ def demangled(names: list[str]) -> list[str]:
     tool = shutil.which("cu++filt") or shutil.which("c++filt")
     if tool is None or not names:
         return names
-    return subprocess.run(
-        [tool], input="\n".join(names), capture_output=True, text=True
-    ).stdout.splitlines()
+    return subprocess.run([tool], input="\n".join(names), capture_output=True, text=True).stdout.splitlines()
 
 
 def main(arguments: list[str]) -> int:
@@ -108,10 +104,7 @@ def main(arguments: list[str]) -> int:
                 differ = True
                 print(f"{unit}: only in {options.before if unit in before else options.after}")
                 continue
-            old, new = (
-                [k for found in pool.map(kernels, side[unit]) for k in found]
-                for side in (before, after)
-            )
+            old, new = ([k for found in pool.map(kernels, side[unit]) for k in found] for side in (before, after))
             left = Counter((arch, code) for arch, _, code in old)
             right = Counter((arch, code) for arch, _, code in new)
             same = sum((left & right).values())
@@ -119,9 +112,7 @@ def main(arguments: list[str]) -> int:
             if left != right:
                 differ = True
                 changed = [(a, n) for a, n, code in new if right[a, code] > left[a, code]]
-                for (arch, _), name in zip(
-                    changed, demangled([n for _, n in changed]), strict=True
-                ):
+                for (arch, _), name in zip(changed, demangled([n for _, n in changed]), strict=True):
                     print(f"    {arch} {name}")
     return int(differ)
 

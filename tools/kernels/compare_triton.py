@@ -39,9 +39,9 @@ def calls(architecture: int):
     pair, shared, keys, queries = (2, 4, 300, 300), (1, 4, 300, 300), (2, 1, 1, 300), (2, 4, 300, 1)
     short, tiny = {"seq": (31, 30)}, {"seq": (60, 64)}
     causal, window = {"window_right": 0}, {"window_left": 40, "window_right": 8}
-    for dtype, precision in ((main, "default"), ("float32", "default"), ("float32", "tf32"), ("float32", "ieee")):  # fmt: skip
+    for dtype, precision in ((main, "default"), ("float32", "default"), ("float32", "tf32"), ("float32", "ieee")):
         for dims in (32, 64, 128) if precision != "ieee" else (64,):
-            yield f"{dtype} {precision} d{dims}", dtype, (dims, dims), {"precision": precision}, FIRST_ORDER  # fmt: skip
+            yield f"{dtype} {precision} d{dims}", dtype, (dims, dims), {"precision": precision}, FIRST_ORDER
     yield "float16 d64", "float16", (64, 64), {}, OPERATIONS
     yield "d256", main, (256, 256), {}, FIRST_ORDER
     yield "two chunks", main, (80, 48), {}, OPERATIONS
@@ -61,7 +61,7 @@ def calls(architecture: int):
     yield "only dk", main, (64, 64), {"need": 2}, ("backward",)
     yield "only dv", main, (64, 64), {"need": 4}, ("backward",)
     for name, shape in (("pair", pair), ("shared", shared), ("keys", keys), ("queries", queries)):
-        yield f"bias of {name}", main, (64, 64), {"bias": shape}, OPERATIONS if name == "pair" else FIRST_ORDER  # fmt: skip
+        yield f"bias of {name}", main, (64, 64), {"bias": shape}, OPERATIONS if name == "pair" else FIRST_ORDER
     yield "bias of pair, d128", main, (128, 128), {"bias": pair} | causal, FIRST_ORDER
     yield "bias of pair, fp32", "float32", (64, 64), {"bias": pair}, FIRST_ORDER
     yield "transposed bias", main, (64, 64), {"bias": pair, "bias_transposed": True}, FIRST_ORDER
@@ -78,15 +78,15 @@ def calls(architecture: int):
     yield "short", main, (32, 32), short, FIRST_ORDER
     yield "short, fp32", "float32", (32, 32), short | {"bias": (2, 4, 31, 30)}, OPERATIONS
     yield "short, d64", main, (64, 64), tiny | {"dlse": True}, FIRST_ORDER
-    yield "short, bias of keys", main, (32, 32), short | {"bias": (2, 1, 1, 30), "weight": (2, 2, 30)}, FIRST_ORDER  # fmt: skip
-    yield "short, bias of queries", main, (32, 32), short | {"bias": (2, 4, 31, 1), "softcap": 9.0}, FIRST_ORDER  # fmt: skip
-    yield "short, packed", main, (32, 32), {"packed": True, "longest": 30, "dropout_p": 0.1}, OPERATIONS  # fmt: skip
-    yield "short, packed, bias of pairs", main, (32, 32), {"packed": True, "longest": 30, "bias": "ragged"}, FIRST_ORDER  # fmt: skip
+    yield "short, bias of keys", main, (32, 32), short | {"bias": (2, 1, 1, 30), "weight": (2, 2, 30)}, FIRST_ORDER
+    yield "short, bias of queries", main, (32, 32), short | {"bias": (2, 4, 31, 1), "softcap": 9.0}, FIRST_ORDER
+    yield "short, packed", main, (32, 32), {"packed": True, "longest": 30, "dropout_p": 0.1}, OPERATIONS
+    yield "short, packed, bias of pairs", main, (32, 32), {"packed": True, "longest": 30, "bias": "ragged"}, FIRST_ORDER
     wide = {"seq": (40, 36), "heads_k": 4}
     yield "wide, short", "float32", (320, 64), wide | {"dlse": True}, OPERATIONS
-    yield "wide, short, unaligned", "float32", (129, 131), wide | {"dropout_p": 0.1, "softcap": 9.0}, FIRST_ORDER  # fmt: skip
-    yield "wide, short, bias", "float32", (256, 256), wide | {"bias": (2, 4, 40, 36), "weight": (2, 4, 36)}, OPERATIONS  # fmt: skip
-    yield "wide, short, bias of keys", "float32", (320, 64), {"seq": (40, 36), "bias": (2, 1, 1, 36)}, FIRST_ORDER  # fmt: skip
+    yield "wide, short, unaligned", "float32", (129, 131), wide | {"dropout_p": 0.1, "softcap": 9.0}, FIRST_ORDER
+    yield "wide, short, bias", "float32", (256, 256), wide | {"bias": (2, 4, 40, 36), "weight": (2, 4, 36)}, OPERATIONS
+    yield "wide, short, bias of keys", "float32", (320, 64), {"seq": (40, 36), "bias": (2, 1, 1, 36)}, FIRST_ORDER
     yield "wide, few queries", "float32", (256, 256), {"seq": (9, 36), "heads_k": 4}, OPERATIONS
     if architecture == 90:
         yield "d512", main, (512, 512), {}, FIRST_ORDER
@@ -194,9 +194,7 @@ def described(kernel, args, options, target):
     driver.set_active(types.SimpleNamespace(get_current_target=lambda: target))
     options = options | {"debug": False}
     _, _, _, backend, binder = kernel.create_binder()
-    parsed, signature, constants, attributes = kernel._pack_args(
-        backend, options, *binder(*args, **options)
-    )
+    parsed, signature, constants, attributes = kernel._pack_args(backend, options, *binder(*args, **options))
     return ASTSource(kernel, signature, constants, attributes), parsed.__dict__
 
 
@@ -205,13 +203,13 @@ def normal_ptx(ptx: str, name: str) -> str:
     ptx = re.sub(r"//[^\n]*", "", ptx)
     ptx = re.sub(r"\.section\s+\.debug.*?\n\t?\}", "", ptx, flags=re.S).replace(name, "kernel")
     lines = (" ".join(line.split()) for line in ptx.splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith((".loc", ".file", "$L__tmp")))  # fmt: skip
+    return "\n".join(line for line in lines if line and not line.startswith((".loc", ".file", "$L__tmp")))
 
 
 def normal_sass(sass: str) -> str:
     """Instructions without addresses and without the places of parameters in constant memory."""
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]+);", sass)
-    return "\n".join(re.sub(r"c\[0x0\]\s*\[0x[0-9a-f]+\]", "c[0x0][]", " ".join(line.split())) for line in lines)  # fmt: skip
+    return "\n".join(re.sub(r"c\[0x0\]\s*\[0x[0-9a-f]+\]", "c[0x0][]", " ".join(line.split())) for line in lines)
 
 
 def loop_operations(ttgir: str) -> str:
@@ -251,7 +249,7 @@ def compile_one(kernel, args, options, architecture: int) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        run = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout  # fmt: skip  # noqa: E731
+        run = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: E731
         usage = run(str(tools / "cuobjdump"), "--dump-resource-usage", file.name)
         sass = normal_sass(run(str(tools / "cuobjdump"), "-sass", file.name))
     used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
@@ -267,9 +265,7 @@ def compile_one(kernel, args, options, architecture: int) -> dict:
         "stack": used["STACK"] + used["LOCAL"],
         "shared": compiled.metadata.shared,
         "warps": compiled.metadata.num_warps,
-        "undefined": [
-            f"{f.register}: {f.instruction}" for f in undefined_in(compiled.asm["cubin"])
-        ],
+        "undefined": [f"{f.register}: {f.instruction}" for f in undefined_in(compiled.asm["cubin"])],
     }
 
 
@@ -279,9 +275,7 @@ def record_part(tree: Path, architecture: int, part: int, parts: int, only: str)
     environment |= {"TRITON_DISABLE_LINE_INFO": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(tree), *filter(None, sys.path)])
     command = [sys.executable, __file__, "part", str(architecture), str(part), str(parts), only]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, cwd=tempfile.gettempdir()
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tempfile.gettempdir())
     if done.returncode:
         raise SystemExit(done.stderr[-6000:])
     return json.loads(done.stdout.splitlines()[-1])
@@ -326,14 +320,10 @@ def compare(before: dict, after: dict) -> int:
         kind = next((k for k in ("ptx", "sass", "loops") if old[k] == new[k]), "no")
         counts[new["kernel"]][kind] += 1
         if kind in ("loops", "no"):
-            change = [f"{old[m]} -> {new[m]}" if old[m] != new[m] else f"{old[m]}" for m in ("instructions", *MEASURES)]  # fmt: skip
-            rows.append(
-                f"| {key.replace(' | ', ', ')} | {new['kernel']} | {kind} | {' | '.join(change)} |"
-            )
+            change = [f"{old[m]} -> {new[m]}" if old[m] != new[m] else f"{old[m]}" for m in ("instructions", *MEASURES)]
+            rows.append(f"| {key.replace(' | ', ', ')} | {new['kernel']} | {kind} | {' | '.join(change)} |")
             worse |= any(new[m] > old[m] for m in MEASURES)
-    print(
-        "| kernel | launches | same PTX | same SASS but for parameters | same operations in loops | different |"
-    )
+    print("| kernel | launches | same PTX | same SASS but for parameters | same operations in loops | different |")
     print("|---|---|---|---|---|---|")
     for kernel, kinds in sorted(counts.items()):
         each = (str(kinds[kind]) for kind in ("ptx", "sass", "loops", "no"))
@@ -352,7 +342,7 @@ def main() -> int:
         architecture, part, parts = map(int, sys.argv[2:5])
         print(json.dumps(compile_part(architecture, part, parts, sys.argv[5])))
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("record", help="compile the kernels of a tree")
     one.add_argument("path", type=Path)
@@ -367,7 +357,7 @@ def main() -> int:
     if options.command == "record":
         record(options.path, options.tree.resolve(), options.arch, options.jobs, options.only)
         return 0
-    return compare(*(json.loads(p.read_text(encoding="utf-8")) for p in (options.before, options.after)))  # fmt: skip
+    return compare(*(json.loads(p.read_text(encoding="utf-8")) for p in (options.before, options.after)))
 
 
 if __name__ == "__main__":

@@ -215,9 +215,7 @@ class Build:
 
         return run
 
-    def forward_launch(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
-    ) -> tuple[Run, Tensor, Tensor]:
+    def forward_launch(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Run, Tensor, Tensor]:
         """(run, out, lse); run fills them."""
         out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -285,9 +283,7 @@ class Build:
         run()
         return out, lse
 
-    def backward(
-        self, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
-    ) -> tuple[Tensor, ...]:
+    def backward(self, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> tuple[Tensor, ...]:
         tensors, out, lse, scalars = saved
         if dout is not None and dout.stride(-1) != 1:
             dout = dout.contiguous()

@@ -63,13 +63,9 @@ QUERIES_SM80 = re.compile(r"(?:Query|Bias)TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)
 # sm75: head dim, query rows, keys, warps, CTAs per SM; 16-byte rows, bias or mask.
 TILING_SM75 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])E")
 # sm90: head dim, keys, consumer warpgroups, stages, bias or mask, head dim of v; windowed, plain scores, packed.
-TILING_SM90 = re.compile(
-    r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELi(\d+)E+Lb([01])ELb([01])ELb([01])E"
-)
+TILING_SM90 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELi(\d+)E+Lb([01])ELb([01])ELb([01])E")
 # sm90, 8-bit floats: head dims of q and k and of v, keys, consumer warpgroups, stages; packed.
-TILING_FP8 = re.compile(
-    r"fp8_forward_kernelI\w*TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])E"
-)
+TILING_FP8 = re.compile(r"fp8_forward_kernelI\w*TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])E")
 # sm80, fp32: head dim, warps, m16 blocks of a warp, n8 blocks of keys, CTAs per SM; bias or mask.
 TILE_FP32 = re.compile(r"ForwardTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
 # ... its backward: kernel; the same with columns for keys; the rows of a CTA (0: queries), bias or mask.
@@ -87,19 +83,13 @@ BACKWARD_SM90 = re.compile(
     r"E*Lb(?P<packed>[01])(?:ELb(?P<softcap>[01]))?"
 )
 # sm90 triangle attention: bytes of a bias element, members; backward: kind, blocks of queries of a consumer.
-TRIANGLE_BACKWARD_SM90 = re.compile(
-    r"triangle_(backward|preprocess|postprocess)_kernelI(?:.*TriangleTilingILi(\d)E)?"
-)
+TRIANGLE_BACKWARD_SM90 = re.compile(r"triangle_(backward|preprocess|postprocess)_kernelI(?:.*TriangleTilingILi(\d)E)?")
 TRIANGLE_SM90 = re.compile(r"triangle_forward_kernelI.*TilingILi(\d)ELi(\d)E")
-TRIANGLE_COPY_SM90 = re.compile(
-    r"triangle_forward_copy_bias_kernelILi([24])E"
-)  # bytes of an element
+TRIANGLE_COPY_SM90 = re.compile(r"triangle_forward_copy_bias_kernelILi([24])E")  # bytes of an element
 DECODE_SM90 = re.compile(r"(?:DecodeTilingI|decode_combineI.*)Li(\d+)E")
 # Short sequences: kernel; blocks of 8 rows, units of 16 columns, whether heads have exactly that number; whether
 # rows go through shared memory; for gradients, heads for which there is room (0: the number of a block).
-SMALL = re.compile(
-    r"5small\d+small_(forward|backward)_kernelI.*?ShapeILi(\d)ELi(\d)ELb([01])E+Lb([01])E(?:Li(\d)E)?"
-)
+SMALL = re.compile(r"5small\d+small_(forward|backward)_kernelI.*?ShapeILi(\d)ELi(\d)ELb([01])E+Lb([01])E(?:Li(\d)E)?")
 # A bias whose heads are neighbours: kernel; head dim, tensors whose rows a CTA keeps; in 16 bits pieces of sums.
 PAIR = re.compile(
     r"4pair(?:4half)?\d+(forward|backward|statistics)_kernel(?:I\w*?TilingI(?:\w*?16E)?Li(\d+)ELi(\d)E(?:Li(\d+)E)?)?"
@@ -147,7 +137,7 @@ class Kernel:
                 keys, stages = (128, 512 // dim) if narrow else (8192 // dim, 5)
             else:  # the stages that there is room for, up to 8: those of the smallest room
                 keys, stages = 8192 // dim // int(found["bytes"]), 4 if dim == 64 else 3
-            return (dim, 64, keys, 32, 0, 1, 1) if found["kind"] == "plan" else (dim, 64, keys, 12, stages, 1, 1)  # fmt: skip
+            return (dim, 64, keys, 32, 0, 1, 1) if found["kind"] == "plan" else (dim, 64, keys, 12, stages, 1, 1)
         if self.unit.startswith("sm90"):
             if found := DECODE_SM90.search(self.name):
                 dim = int(found[1])
@@ -193,13 +183,9 @@ class Kernel:
     @property
     def backward_sm75(self) -> tuple[int, ...] | None:
         """The same of a backward kernel: (head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows)."""
-        if found := re.search(
-            r"_9KeyTilingILi(\d+)ELi(\d+)ELi(\d+)ELi2ELi(\d+)ELi(\d+)E+Lb([01])", self.name
-        ):
+        if found := re.search(r"_9KeyTilingILi(\d+)ELi(\d+)ELi(\d+)ELi2ELi(\d+)ELi(\d+)E+Lb([01])", self.name):
             dim, keys, rows, warps, blocks, either = map(int, found.groups())
-        elif found := re.search(
-            r"_11QueryTilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])", self.name
-        ):
+        elif found := re.search(r"_11QueryTilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])", self.name):
             dim, rows, keys, warps, blocks, either = map(int, found.groups())
         elif found := re.search(r"_10BiasTilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E", self.name):
             dim, rows, keys, blocks = map(int, found.groups())
@@ -252,9 +238,7 @@ class Kernel:
             words = (
                 f"v {found['dim_v']}" * (found["dim_v"] != found["dim"]),
                 found["kind"],
-                {"1": "bias or mask", "2": "fp32 bias or mask by pairs"}.get(
-                    found["bias_mask"], ""
-                ),
+                {"1": "bias or mask", "2": "fp32 bias or mask by pairs"}.get(found["bias_mask"], ""),
                 "packed" * (found["packed"] == "1"),
                 "softcap" * (found["softcap"] == "1"),
                 "tile after tile" * (found["many"] == "1"),
@@ -319,9 +303,7 @@ class Kernel:
             of_head = (matrices * rows * (units | 1) | 1) * 16 * size
             return 2 * of_head if found[5] == "1" else 0
         dim, rows, keys, warps, stages, _, _ = self.tiling
-        if found := PAIR.search(
-            self.name
-        ):  # a CTA's own data, stages, parts of sums; barriers, and alignment to 1,024
+        if found := PAIR.search(self.name):  # a CTA's own data, stages, parts of sums; barriers, and alignment to 1,024
             own = int(found[3] or 0) * self.pair_box + self.pair_parts
             return own + stages * self.pair_stage + 2048 * (stages > 0)
         if self.unit == "sm80/bwd_fp32":
@@ -330,19 +312,13 @@ class Kernel:
             if SHORT_FP32.search(self.name):  # halves, their scales, statistics, dQ, the place
                 halves = 8 * dim * (rows + keys)
                 place = 20
-                return (
-                    (halves + 8 * keys + 16 * rows + 4 * rows * (dim + 8) + place + 127)
-                    // 128
-                    * 128
-                )
+                return (halves + 8 * keys + 16 * rows + 4 * rows * (dim + 8) + place + 127) // 128 * 128
             # Halves of rows, raw and halves of columns; scales, statistics, states of rows.
             if "_fp32_kernel" in self.name and self.variant.startswith("keys"):
                 rows, keys = keys, rows
             stream = (16 * keys * dim + keys + 8 * warps + 127) // 128 * 128
             return (8 * rows * dim + stream + 8 * rows + 16 * keys + 127) // 128 * 128
-        if TILE_FP32.search(
-            self.name
-        ):  # halves of Q, K and V, raw K and V, a scale for each row of Q
+        if TILE_FP32.search(self.name):  # halves of Q, K and V, raw K and V, a scale for each row of Q
             padded = [-(-n // 128) * 128 for n in (keys + 8 * warps, 4 * rows)]
             return 4 * dim * (rows + 4 * keys) + sum(padded)
         if self.unit.startswith("sm80/bwd"):
@@ -380,9 +356,7 @@ class Kernel:
         if TRIANGLE_SM90.search(self.name):  # six blocks of a bias; K, V, Q and output
             return 6 * 16384 + 12 * 2 * 2 * dim * keys + 2 * 4 * 2 * dim * 64
         if found := TRIANGLE_BACKWARD_SM90.search(self.name):
-            tile = (
-                2 * dim * 64
-            )  # K, V; two stages of Q and dO; dK and dV: in 16 bits, in fp32 as dQ
+            tile = 2 * dim * 64  # K, V; two stages of Q and dO; dK and dV: in 16 bits, in fp32 as dQ
             bias = rows * keys * 4
             return 14 * tile + 2 * 2 * 64 * 64 + bias + 6 * 2 * tile + 4 * 528 if found[2] else 0
         if found := TILING_BIAS_MASK.search(self.name):
@@ -430,9 +404,7 @@ class Kernel:
             tiles = (2 * keys + 2 * stages * rows) * dim * 2 + roles * keys * rows * 2
             return -(-(tiles + stages * rows * 8) // 128) * 128 + (0 if plain else 128)
         if "bias_gradient" in self.name:  # stages of all, statistics; two masks of keys
-            return (
-                -(-(stages * (rows + keys) * dim * 4 + stages * rows * 8 + 2 * keys) // 128) * 128
-            )
+            return -(-(stages * (rows + keys) * dim * 4 + stages * rows * 8 + 2 * keys) // 128) * 128
         return (2 * rows + 2 * stages * keys) * dim * 2 + rows * 8
 
     def _is_smaller_than(self, other: Kernel) -> bool:
@@ -450,9 +422,7 @@ class Kernel:
             dim, _, keys, _, _, blocks, _ = self.tiling
             wide = dim > 16 and keys > 32  # only if an SM holds all its CTAs (takes_short)
             return tuple(
-                device
-                for device, (room, _) in rooms
-                if not wide or blocks * (self.shared + 1024) <= room * 1024
+                device for device, (room, _) in rooms if not wide or blocks * (self.shared + 1024) <= room * 1024
             )
         if self.tiling is not None and "_fp32" in self.unit:
             room = lambda k: {d for d, (_, most) in rooms if k.shared <= most * 1024}  # noqa: E731
@@ -522,9 +492,7 @@ def compile_unit(unit: str, archs: tuple[int, ...]) -> tuple[list[Kernel], str]:
     return parse(unit, result.stdout + result.stderr), code
 
 
-def collect(
-    units: list[str], archs: tuple[int, ...] = ARCHS
-) -> tuple[list[Kernel], dict[str, str]]:
+def collect(units: list[str], archs: tuple[int, ...] = ARCHS) -> tuple[list[Kernel], dict[str, str]]:
     """All kernels of the units, and the hash of each unit's code."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         made = dict(zip(units, pool.map(lambda u: compile_unit(u, archs), units), strict=True))
@@ -572,10 +540,7 @@ def table(lines: list[str], code: dict[str, str]) -> str:
             "",
             "The digest of each unit's sources, and the hash of its machine code (tools/kernels/compare_sass.py):",
             "",
-            *(
-                f"- {name}: `{value}`, code `{code[name]}`"
-                for name, value in sorted(digest.cuda_units().items())
-            ),
+            *(f"- {name}: `{value}`, code `{code[name]}`" for name, value in sorted(digest.cuda_units().items())),
             "",
             "| unit | sm | head dim | tile (rows x keys) | warps | stages | CTAs/SM | variant | registers | spill bytes | shared KiB | runs on |",
             "|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -598,9 +563,7 @@ def carry(report: dict[str, Any], before: str, after: str) -> list[str]:
     same = {
         unit: new[unit]
         for unit, value in report["units"].items()
-        if unit in new
-        and value == old.get(unit) != new[unit]
-        and old_code.get(unit) == new_code[unit]
+        if unit in new and value == old.get(unit) != new[unit] and old_code.get(unit) == new_code[unit]
     }
     runs = [report, *report.get("parts", {}).values()]
     for judged in [r[key] for r in runs for key in ("units", "judged", "library") if key in r]:
@@ -613,11 +576,7 @@ def carry(report: dict[str, Any], before: str, after: str) -> list[str]:
 def read_table(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Digests and rows of a table written by this script."""
     digests = dict(re.findall(r"^- (\S+): `(\w+)`", text, re.MULTILINE))
-    rows = [
-        [c.strip() for c in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return digests, [dict(zip(rows[0], row, strict=False)) for row in rows[2:]]
 
 

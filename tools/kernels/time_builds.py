@@ -56,9 +56,7 @@ def dense(dims: list[str], seqs: list[int]):
     from tools.bench.cases import dense_grid
 
     return [
-        replace(
-            case, id=case.id.replace("-d64-", f"-d{given}-"), D=d, Dv=dv, H=2048 // d, Hk=2048 // d
-        )
+        replace(case, id=case.id.replace("-d64-", f"-d{given}-"), D=d, Dv=dv, H=2048 // d, Hk=2048 // d)
         for given in dims
         for d, dv in [[int(x) for x in (given.split("/") * 2)[:2]]]
         for case in dense_grid()
@@ -67,15 +65,13 @@ def dense(dims: list[str], seqs: list[int]):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("builds", nargs="+", metavar="name=path[@dims]")
     parser.add_argument("--suite", default="", help="of bench, or pairs; comma-separated")
     parser.add_argument("--case", default="", help="ids; comma-separated")
     parser.add_argument("--dims", default="", help="the dense grid; the default: 64,128")
     parser.add_argument("--seqs", default="1024,4096,16384", help="lengths of the dense grid")
-    parser.add_argument("--peers", default="sdpa:cudnn", help="of bench's candidates; comma-separated")  # fmt: skip
+    parser.add_argument("--peers", default="sdpa:cudnn", help="of bench's candidates; comma-separated")
     parser.add_argument("--dtype", default="", help="instead of that of the cases")
     parser.add_argument("--order", type=int, default=1, help="0: the forward alone")
     parser.add_argument("--no-bias-grad", action="store_true")
@@ -108,8 +104,8 @@ def main() -> int:
             cells = [
                 f"{n} {times[n]:.1f} us {r['tflops'] or 0:.0f} TF" if n in times else f"{n} {r['gate'][:90]}"
                 for n, r in found.items()
-            ]  # fmt: skip
-            mine, theirs = ([t for n, t in times.items() if (n in builds) == own] for own in (True, False))  # fmt: skip
+            ]
+            mine, theirs = ([t for n, t in times.items() if (n in builds) == own] for own in (True, False))
             if mine and theirs:
                 leads.append(min(theirs) / min(mine))
                 cells.append(f"best of peers / best {leads[-1]:.3f}")

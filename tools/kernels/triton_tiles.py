@@ -124,7 +124,7 @@ class Problem:
         x = make_inputs(self.case, DEVICE).detached()
         self.q, self.k, self.v, self.bias, self.dout = x.q, x.k, x.v, x.bias, x.dout
         self.tensors = Tensors(x.q, x.k, x.v, x.bias, None, x.mask)
-        self.options = (self.case.D**-0.5, 0.0, -1, 0 if self.case.causal else -1, False, 0.0, precision)  # fmt: skip
+        self.options = (self.case.D**-0.5, 0.0, -1, 0 if self.case.causal else -1, False, 0.0, precision)
         self.out, self.lse = self.forward()
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -132,9 +132,7 @@ class Problem:
 
     def backward(self, need: int) -> tuple[Tensor, ...]:
         scalars = Scalars(-1, -1, *self.options, False)
-        return dense.backward(
-            self.dout, None, Saved(self.tensors, self.out, self.lse, scalars), need
-        )
+        return dense.backward(self.dout, None, Saved(self.tensors, self.out, self.lse, scalars), need)
 
     def launch(self, kernel: str, config: Config) -> tuple[Callable[[], Any], Tensor | None]:
         """(run, a result that it fills)."""
@@ -207,14 +205,12 @@ def sweep(id: str, precision: str, kernel: str, configs: list[Config], seconds: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", nargs="+", choices=list(SWEEPS))
     parser.add_argument("--kernels", default="", help="comma-separated; default all of a sweep")
     parser.add_argument("--seconds", type=float, default=1.0, help="a case and kernel")
     options = parser.parse_args()
-    only = options.kernels.split(",") if options.kernels else PRODUCTS.keys() | {"bias_gradient", "small"}  # fmt: skip
+    only = options.kernels.split(",") if options.kernels else PRODUCTS.keys() | {"bias_gradient", "small"}
     rows = [
         (id, precision, kernel, configs)
         for cases, precision, kernels in map(SWEEPS.get, options.sweeps)
@@ -226,7 +222,7 @@ def main() -> int:
     start = time.time()
     workers = min(15, os.cpu_count() or 1)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        failed = {j: why for j, why in zip(jobs, pool.map(warm, jobs, chunksize=1), strict=True) if why}  # fmt: skip
+        failed = {j: why for j, why in zip(jobs, pool.map(warm, jobs, chunksize=1), strict=True) if why}
     print(f"{len(jobs)} launches compiled in {time.time() - start:.0f} s")
     for job, why in failed.items():
         print("cannot run", *job, why)

@@ -46,9 +46,7 @@ def files_of(paths: list[Path]) -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE")
     files = files_of(parser.parse_args(arguments).paths)
     if not files:
@@ -58,9 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         for path, findings in zip(files, pool.map(check_file, files), strict=True):
             bad += bool(findings)
             for found in findings:
-                print(
-                    f"{path}\n    {found.kernel} at 0x{found.offset} reads {found.register}: {found.instruction}"
-                )
+                print(f"{path}\n    {found.kernel} at 0x{found.offset} reads {found.register}: {found.instruction}")
     print(f"{len(files)} files, {bad} with reads of undefined registers")
     return int(bad > 0)
 

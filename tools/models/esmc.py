@@ -15,9 +15,7 @@ from tools.bench.cases import protein_lengths
 from tools.models.served import varlen_attention
 from tools.models.step import Results, Step, Way, drawn, loss, replaced
 
-logging.getLogger("esm.models.esmc.kernels").setLevel(
-    logging.ERROR
-)  # it lists what is not installed
+logging.getLogger("esm.models.esmc.kernels").setLevel(logging.ERROR)  # it lists what is not installed
 from esm.layers.rotary import rotate_half  # noqa: E402
 from esm.models.esmc import kernels, layers  # noqa: E402
 
@@ -42,9 +40,7 @@ class _Packing(NamedTuple):
 _packings: dict[int, _Packing] = {}  # of the step that runs, by the mask of its tokens
 
 
-def _packing(
-    rotary: layers.EsmcTritonRotaryEmbedding, real: Tensor, dtype: torch.dtype
-) -> _Packing:
+def _packing(rotary: layers.EsmcTritonRotaryEmbedding, real: Tensor, dtype: torch.dtype) -> _Packing:
     """The client recomputes it in every layer, and waits for the device each time."""
     found = _packings.get(id(real))
     if found is None:
@@ -54,10 +50,7 @@ def _packing(
         rotary._update_cos_sin_cache(longest, device=real.device, dtype=dtype)
         tokens = torch.arange(real.shape[1], device=real.device).expand_as(real)
         positions = tokens[real]  # they start again with each protein
-        cos, sin = (
-            table[positions].repeat(1, 2)[:, None]
-            for table in (rotary._cos_cached, rotary._sin_cached)
-        )
+        cos, sin = (table[positions].repeat(1, 2)[:, None] for table in (rotary._cos_cached, rotary._sin_cached))
         found = _packings[id(real)] = _Packing(cu_seqlens, longest, cos, sin)
     return found
 

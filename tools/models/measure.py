@@ -88,9 +88,7 @@ def run(
         if not isinstance(module, Unavailable):
             chosen = [d for d in module.DTYPES if dtype is None or d == DTYPES[dtype]]
             try:
-                for found in _model(
-                    name, module, size, chosen, device, seconds, on_step, until, compiled
-                ):
+                for found in _model(name, module, size, chosen, device, seconds, on_step, until, compiled):
                     records += found
                 gate = ""
             except OutOfTime:
@@ -234,9 +232,7 @@ def _errors(step: Step, truth: Results, dtype: torch.dtype) -> dict[str, _Side]:
 def _judge(ours: _Side, client: _Side, dtype: torch.dtype) -> None:
     """The two-error rule, with the rounding of a result itself as its floor."""
     rounding = torch.finfo(dtype).eps / 2
-    shares = {
-        name: error / (2 * client.errors[name] + rounding) for name, error in ours.errors.items()
-    }
+    shares = {name: error / (2 * client.errors[name] + rounding) for name, error in ours.errors.items()}
     worst = max(shares, key=lambda name: shares[name])
     ours.ratio = shares[worst]
     if ours.ratio > 1:
@@ -380,15 +376,9 @@ def _record(about: dict, way: str, side: _Side, device: torch.device) -> dict:
         "commit": commit,
         "dirty": dirty,
         "time_us": None if side.failed or side.time is None else microseconds(side.time),
-        "device_us": None
-        if side.failed or side.device_time is None
-        else microseconds(side.device_time),
-        "graph_us": None
-        if side.failed or side.graph_time is None
-        else microseconds(side.graph_time),
-        "compiled_us": None
-        if side.failed or side.compiled_time is None
-        else microseconds(side.compiled_time),
+        "device_us": None if side.failed or side.device_time is None else microseconds(side.device_time),
+        "graph_us": None if side.failed or side.graph_time is None else microseconds(side.graph_time),
+        "compiled_us": None if side.failed or side.compiled_time is None else microseconds(side.compiled_time),
         "compiled_difference": side.compiled_difference,
         "compiled_gate": side.compiled_gate,
         "tflops": None,

@@ -125,7 +125,5 @@ def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
     about = counted(atoms, "atom")
     return [
         Step.of("pet-forces", f"{about}: energy and forces", "SDPA", model, infer, patched),
-        Step.of(
-            "pet-training", f"{about}: training on forces", "matmul, softmax", model, train, patched
-        ),
+        Step.of("pet-training", f"{about}: training on forces", "matmul, softmax", model, train, patched),
     ]

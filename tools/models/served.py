@@ -49,9 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return _followed(flashsci.attention(q, k, v, **options), note)
 
 
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, **options: Any
-) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, **options: Any) -> Tensor:
     """`flashsci.varlen_attention` of sequences with themselves."""
     if _log is None:
         return flashsci.varlen_attention(q, k, v, cu_seqlens_q, **options)
@@ -60,24 +58,18 @@ def varlen_attention(
     return _followed(flashsci.varlen_attention(q, k, v, cu_seqlens_q, **options), note)
 
 
-def residual_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
+def residual_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """`flashsci.residual_attention`."""
     if _log is None:
         return flashsci.residual_attention(q, k, v, bias, **options)
-    note = _note(
-        flashsci.explain(q, k, v, bias=bias, **options), q, k, v, {"bias": bias, **options}
-    )
+    note = _note(flashsci.explain(q, k, v, bias=bias, **options), q, k, v, {"bias": bias, **options})
     out, scores = flashsci.residual_attention(q, k, v, bias, **options)
     if "Residual" in type(scores.grad_fn).__name__:  # one operation with its own kernels
         note["forward"] = note["gradients"] = "triton"
     return _followed(out, note), scores
 
 
-def _note(
-    found: explanation.Explanation, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-) -> dict:
+def _note(found: explanation.Explanation, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict:
     """The note of a call, entered in the log."""
     problem, chosen = found.problem, found.chosen
     given = {"q": q, "k": k, "v": v, **options}

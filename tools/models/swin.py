@@ -36,7 +36,5 @@ def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
     model = randomised(SwinModel(config, add_pooling_layer=False)).to(device, master(dtype))
     images = drawn()(n["batch"], 3, n["image"], n["image"]).to(device, master(dtype))
 
-    about = (
-        f"{counted(n['batch'], 'image')} of {n['image']} x {n['image']}, {sum(n['depths'])} layers"
-    )
+    about = f"{counted(n['batch'], 'image')} of {n['image']} x {n['image']}, {sum(n['depths'])} layers"
     return of_images("swin", about, model, images, dtype)

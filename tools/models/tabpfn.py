@@ -61,9 +61,7 @@ def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
         x = randn(rows, 1, n["features"]).to(device, master(dtype))
         y = randn(rows - rows // 10).to(device, master(dtype))
         name = "tabpfn" if training else "tabpfn-inference"
-        about = (
-            f"{rows:,} rows of {n['features']} features, {counted(n['layers'], 'layer')}, {kind}"
-        )
+        about = f"{rows:,} rows of {n['features']} features, {counted(n['layers'], 'layer')}, {kind}"
         run = partial(step, x, y, training)
         steps.append(Step.of(name, about, "SDPA, chunks", model, run, patched))
     return steps

@@ -39,9 +39,7 @@ def patched(model: PreTrainedModel):
     return replaced((model.config, "_attn_implementation", NAME))
 
 
-def of_images(
-    name: str, about: str, model: PreTrainedModel, images: Tensor, dtype: torch.dtype
-) -> list[Step]:
+def of_images(name: str, about: str, model: PreTrainedModel, images: Tensor, dtype: torch.dtype) -> list[Step]:
     """A training step and inference of a model of images, with tokens as the result."""
 
     def step(training: bool) -> Results:
@@ -54,8 +52,6 @@ def of_images(
 
     kinds = ((name, "training", True), (f"{name}-inference", "inference", False))
     return [
-        Step.of(
-            id, f"{about}, {kind}", "SDPA", model, partial(step, training), partial(patched, model)
-        )
+        Step.of(id, f"{about}, {kind}", "SDPA", model, partial(step, training), partial(patched, model))
         for id, kind, training in kinds
     ]

@@ -48,15 +48,10 @@ def patched():
 
 def build(size: str, dtype: torch.dtype, device: torch.device) -> list[Step]:
     n = SIZES[size]
-    return [
-        _step(name, n["batch"], atoms, n["layers"], dtype, device)
-        for name, atoms in n["atoms"].items()
-    ]
+    return [_step(name, n["batch"], atoms, n["layers"], dtype, device) for name, atoms in n["atoms"].items()]
 
 
-def _step(
-    name: str, batch: int, atoms: int, layers: int, dtype: torch.dtype, device: torch.device
-) -> Step:
+def _step(name: str, batch: int, atoms: int, layers: int, dtype: torch.dtype, device: torch.device) -> Step:
     torch.manual_seed(0)
     model = TransformerEncoderWithPair(
         encoder_layers=layers,
@@ -71,9 +66,7 @@ def _step(
     randn = drawn()
     embedding = randn(batch, atoms, 512).to(device, master(dtype))
     pairs = randn(batch * 64, atoms, atoms).to(device, master(dtype))
-    lengths = torch.randint(
-        atoms // 2, atoms + 1, (batch,), generator=torch.Generator().manual_seed(2)
-    )
+    lengths = torch.randint(atoms // 2, atoms + 1, (batch,), generator=torch.Generator().manual_seed(2))
     lengths[0] = atoms
     real = (torch.arange(atoms) < lengths[:, None]).to(device)
     # Pairs with padding: -inf minus -inf for a key, anything for a query.
@@ -84,9 +77,7 @@ def _step(
         bias = pairs.detach().requires_grad_()
         with mixed(dtype, device):
             # The encoder writes into its mask.
-            x, _, pair, _, _ = model(
-                embedding, attn_mask=bias.clone(), padding_mask=(~real).to(embedding.dtype)
-            )
+            x, _, pair, _, _ = model(embedding, attn_mask=bias.clone(), padding_mask=(~real).to(embedding.dtype))
             x, pair = x * real[..., None], pair.masked_fill(hidden, 0)
             loss(x, pair).backward()
         return {"atoms": x, "pairs": pair, "bias gradient": bias.grad}

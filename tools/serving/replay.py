@@ -81,9 +81,14 @@ def engine(folder: str, dtype: torch.dtype, backend: str, graphs: bool, **option
     register()
     how = dict(compilation_config=GRAPHS) if graphs else dict(enforce_eager=True)
     return LLM(
-        folder, dtype=str(dtype).removeprefix("torch."), skip_tokenizer_init=True, enable_prefix_caching=False,
-        attention_backend=backend, **how, **options,
-    )  # fmt: skip
+        folder,
+        dtype=str(dtype).removeprefix("torch."),
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        attention_backend=backend,
+        **how,
+        **options,
+    )
 
 
 def generate(llm: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -99,11 +104,9 @@ def drawn() -> list[list[int]]:
     return [torch.randint(512, (n,), generator=numbers).tolist() for n in LENGTHS]
 
 
-def tokens_of_vllm(
-    folder: str, dtype: torch.dtype, backend: str, graphs: bool, cache: str
-) -> list[list[int]]:
+def tokens_of_vllm(folder: str, dtype: torch.dtype, backend: str, graphs: bool, cache: str) -> list[list[int]]:
     """Prompts in pieces of at most 128 tokens a step."""
-    options = dict(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600, kv_cache_dtype=cache)  # fmt: skip
+    options = dict(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600, kv_cache_dtype=cache)
     if GPU:  # concurrent engines cannot measure free memory
         options |= dict(gpu_memory_utilization=0.8 / AT_ONCE, kv_cache_memory_bytes=1 << 29)
     return generate(engine(folder, dtype, backend, graphs, **options), drawn(), NEW)
@@ -116,7 +119,9 @@ def differing(model: Any, dtype: torch.dtype, found: list[list[int]]) -> list[fl
     ratios = []
     for prompt, tokens in zip(drawn(), found, strict=True):
         ids = torch.tensor([prompt + tokens], device=DEVICE)
-        exact, plain = (model.to(d)(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() for d in (torch.float32, dtype))  # fmt: skip
+        exact, plain = (
+            model.to(d)(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() for d in (torch.float32, dtype)
+        )
         best = exact.argmax(-1)
         wrong = (best != ids[0, len(prompt) :]).nonzero()
         if wrong.numel():
@@ -141,9 +146,7 @@ def tokens(run: Any, say: Any) -> None:
             kind = transformers.AutoModelForCausalLM._model_mapping[type(config())]
             model = kind._from_config(config(), attn_implementation="eager").eval()
             model.config.architectures = [kind.__name__]
-            model.get_input_embeddings().weight.data *= (
-                0.3  # else tied embeddings repeat the last token
-            )
+            model.get_input_embeddings().weight.data *= 0.3  # else tied embeddings repeat the last token
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             model.to(dtype_of(name)).save_pretrained(folder)
             models[name] = model, folder
@@ -212,7 +215,7 @@ def attempt(function: Any, *arguments: Any) -> tuple[Any, str | None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", choices=["tokens", "times"])
-    parser.add_argument("--minutes", type=float, default=30.0, help="of all engines together (default 30)")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=30.0, help="of all engines together (default 30)")
     options = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
         parser.error("there is no vLLM here (docs/guide/serving.md says which releases)")
@@ -240,11 +243,13 @@ def main() -> int:
         if options.only != "tokens" and GPU:
             times(run, say)
     finally:
-        found = dict(vllm=importlib.metadata.version("vllm"), torch=torch.__version__, device=torch.cuda.get_device_name() if GPU else "CPU")  # fmt: skip
-        print(json.dumps(found))
-        print(
-            "\n| | backend | tokens, or ms of the prefill | ms of a decode step |\n|---|---|---|---|"
+        found = dict(
+            vllm=importlib.metadata.version("vllm"),
+            torch=torch.__version__,
+            device=torch.cuda.get_device_name() if GPU else "CPU",
         )
+        print(json.dumps(found))
+        print("\n| | backend | tokens, or ms of the prefill | ms of a decode step |\n|---|---|---|---|")
         print("\n".join(lines), flush=True)
     return int(not lines or "**" in "".join(lines))
 

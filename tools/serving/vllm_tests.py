@@ -145,7 +145,7 @@ def table(found: dict[str, Counter[str]]) -> str:
     """A line for each test function, and one of all."""
     total = sum(found.values(), Counter())
     rows = [*found.items(), ("all", total)]
-    lines = (f"{name}: {', '.join(f'{n} {what}' for what, n in sorted(of.items())) or 'none'}" for name, of in rows)  # fmt: skip
+    lines = (f"{name}: {', '.join(f'{n} {what}' for what, n in sorted(of.items())) or 'none'}" for name, of in rows)
     return "\n".join(lines)
 
 
@@ -157,7 +157,7 @@ def main() -> int:
     folder = options.folder.resolve()
     missing = [str(path) for path in NEEDED if not (folder / path).is_file()]
     if missing:
-        parser.error(f"{folder} has no {', '.join(missing)}: give vLLM's source distribution, unpacked")  # fmt: skip
+        parser.error(f"{folder} has no {', '.join(missing)}: give vLLM's source distribution, unpacked")
     if importlib.util.find_spec("vllm") is None:
         parser.error("there is no vLLM here (docs/guide/serving.md says which releases)")
     sys.path.insert(0, str(folder))  # its package `tests`, before any other of that name
@@ -176,7 +176,9 @@ def main() -> int:
                  "-p", "no:cacheprovider", "-q", "-rs", "--tb=short", "--show-capture=no", "-W", "ignore", *(["-k", options.k] if options.k else [])]  # fmt: skip
         code = pytest.main(given, plugins=[plugin])
     device = torch.cuda.get_device_name() if GPU else "CPU"
-    print(f"\nvLLM {vllm.__version__}, torch {torch.__version__}, {device}; calls of flashsci's attention: {plugin.calls}")  # fmt: skip
+    print(
+        f"\nvLLM {vllm.__version__}, torch {torch.__version__}, {device}; calls of flashsci's attention: {plugin.calls}"
+    )
     print(table(plugin.found), flush=True)
     passed = sum(of["passed"] for of in plugin.found.values())
     return int(code != 0 or passed == 0)

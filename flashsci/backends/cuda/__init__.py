@@ -113,9 +113,7 @@ def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation:
 
 def takes_pairs(tensors: Tensors, scalars: Scalars, generation: int = 0) -> bool:
     """Whether csrc/sm90/pair computes the gradients of a call; it takes the bias without a copy."""
-    return tensors.has_strided_bias() and (
-        _takes_bias(tensors, scalars, generation) == prepared.AS_GIVEN
-    )
+    return tensors.has_strided_bias() and (_takes_bias(tensors, scalars, generation) == prepared.AS_GIVEN)
 
 
 def _takes_bias(tensors: Tensors, scalars: Scalars, generation: int) -> int:
@@ -160,9 +158,7 @@ def backward(
     inputs = q, k, v, layouts.bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k, out, lse
     options = *_options(saved.scalars), saved.scalars.deterministic, generation
     if weights is None:
-        result: tuple[Tensor, ...] = _call(
-            library.ops[1], generation, dout, dlse, *inputs, *options, need
-        )
+        result: tuple[Tensor, ...] = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need)
         return *result, q.new_empty(0)
     need = layouts.bias_or_weights_needed(need)
     *rows, dweights = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, True)

@@ -109,9 +109,7 @@ def _answer(ask: Callable[..., rehearsal.Kernels | None], *given: Any) -> rehear
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward(
-    tensors: _Described, scalars: Scalars, generation: int, device: torch.device
-) -> rehearsal.Kernels | None:
+def _forward(tensors: _Described, scalars: Scalars, generation: int, device: torch.device) -> rehearsal.Kernels | None:
     with unobserved():
         given = Tensors(*_tensors(tensors))
         return _answer(rehearsal.forward_kernels, given, scalars, device_of(device), generation)
@@ -204,12 +202,12 @@ def backward_of(problem: Problem) -> rehearsal.Kernels | None:
     p = problem
     if p.varlen or p.batch is None or p.seq_q is None or p.seq_k is None or p.capability is None:
         return None
-    sizes = [(p.heads_q, p.seq_q, p.head_dim), (p.heads_k, p.seq_k, p.head_dim), (p.heads_k, p.seq_k, p.head_dim_v)]  # fmt: skip
+    sizes = [(p.heads_q, p.seq_q, p.head_dim), (p.heads_k, p.seq_k, p.head_dim), (p.heads_k, p.seq_k, p.head_dim_v)]
     leading = (math.prod(p.batch),)
     with unobserved():
         q, k, v = (torch.empty(*leading, *n, dtype=p.dtype, device="meta") for n in sizes)
         tensors = Tensors(q, k, v)
         window = p.window_left, p.window_right
-        scalars = Scalars(-1, -1, 1.0, p.softcap, *window, p.lower_right, 0.0, p.precision, p.deterministic)  # fmt: skip
+        scalars = Scalars(-1, -1, 1.0, p.softcap, *window, p.lower_right, 0.0, p.precision, p.deterministic)
         saved = Saved(tensors, *fake_forward(tensors), scalars)
     return backward(saved, NEED_Q | NEED_K | NEED_V)

@@ -25,15 +25,11 @@ def rejects(problem: Problem, units: Container[str], generation: int = 0) -> str
         where = ".".join(map(str, problem.capability))
         if generation not in (0, 90):
             return f"its kernels of generation sm{generation} take no 8-bit floats, Hopper's do"
-        return (
-            f"its kernel on 8-bit floats is for compute capability 9.0 and this device has {where}"
-        )
+        return f"its kernel on 8-bit floats is for compute capability 9.0 and this device has {where}"
     if UNIT not in units:
         return "this build has no kernel on 8-bit floats; build with FA_ARCHS=90"
     if max(dims) > MAX_HEAD_DIM:
-        return (
-            f"float8_e4m3fn inputs have head dims up to {MAX_HEAD_DIM}, got {dims[0]} and {dims[1]}"
-        )
+        return f"float8_e4m3fn inputs have head dims up to {MAX_HEAD_DIM}, got {dims[0]} and {dims[1]}"
     if any(dim % ALIGNED for dim in dims):
         return f"its kernel on 8-bit floats has head dims that are multiples of {ALIGNED}, got {dims[0]} and {dims[1]}"
     return fp8_ops.lacks(problem)
@@ -44,9 +40,7 @@ def attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]
     *options, out_dtype, return_lse = scalars
     fp8_checks.check_out_dtype(out_dtype)
     try:
-        out, lse = torch.ops.flashsci.cuda_fp8_forward(
-            *tensors, *options, out_dtype == torch.float16
-        )
+        out, lse = torch.ops.flashsci.cuda_fp8_forward(*tensors, *options, out_dtype == torch.float16)
     except RuntimeError as error:
         text = str(error).split("\n")[0]
         if "no float8_e4m3fn kernel serves this call" in text:

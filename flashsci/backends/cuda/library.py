@@ -117,7 +117,9 @@ def stale() -> str | None:
         return None
     differ = [name for name, digest in info["units"].items() if tree.get(name) != digest]
     if differ:
-        return f"the CUDA library was built from other sources than the tree holds ({', '.join(differ)}); build it again"
+        return (
+            f"the CUDA library was built from other sources than the tree holds ({', '.join(differ)}); build it again"
+        )
     return None
 
 

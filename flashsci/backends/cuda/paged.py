@@ -123,9 +123,7 @@ def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
     return None
 
 
-def attention(
-    tensors: PagedTensors, out: Tensor, scalars: PagedScalars, generation: int = 0
-) -> Tensor:
+def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, generation: int = 0) -> Tensor:
     """Fill ``out`` and return the lse of a call that `rejects` accepts. ``generation``: the only one to use.
 
     Raises:
@@ -136,9 +134,7 @@ def attention(
     if tensors.sink is not None and tensors.sink.dtype != torch.float32:
         tensors = tensors._replace(sink=tensors.sink.float())
     try:
-        lse: Tensor = torch.ops.flashsci.cuda_paged_attention.default(
-            *tensors, out, *scalars, generation
-        )
+        lse: Tensor = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *scalars, generation)
     except RuntimeError:
         paged_checks.attention_apart(tensors, out)
         reason = misfit(tensors, out)

@@ -198,8 +198,7 @@ class Backward:
         """``by_pairs``: the gradient of the bias is in the order of the bias, else row-major."""
         q, k, v, _, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
         rows = [
-            empty_like_layout(x, x.shape) if need & bit else None
-            for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
+            empty_like_layout(x, x.shape) if need & bit else None for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
         ]
         bias, dbias = bias_or_weights(saved.tensors), None
         if bias is not None and bias_or_weights_needed(need) & NEED_BIAS:
@@ -207,9 +206,7 @@ class Backward:
         # Weights have one dim less than a bias in their place.
         self.like_bias = bias is not None and weights is None and is_like(dbias, bias)
         inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, saved.out, saved.lse
-        self.kept = torch.ops.flashsci.cuda_prepared_backward(
-            dout, dlse, *inputs, *rows, dbias, *options
-        )
+        self.kept = torch.ops.flashsci.cuda_prepared_backward(dout, dlse, *inputs, *rows, dbias, *options)
         self.address, self.launch = (
             self.kept.data_ptr(),
             _function(library, "flashsci_run_backward"),

@@ -44,9 +44,7 @@ H100 = Device(90, 132, 228 << 10, 227 << 10)  # and H200
 Kernels = tuple[str, ...]
 
 
-def forward_kernels(
-    tensors: Tensors, scalars: Scalars, device: Device, generation: int = 0
-) -> Kernels | None:
+def forward_kernels(tensors: Tensors, scalars: Scalars, device: Device, generation: int = 0) -> Kernels | None:
     """The kernels that compute out and lse; () if there is no score; None if no kernel takes the call.
 
     Args:

@@ -53,9 +53,7 @@ def _limit(kind: str, generation: int, problem: Problem, strides: bool) -> str |
     return None
 
 
-def _kernels(
-    kind: str, problem: Problem, generation: int = 0, strides: bool = False
-) -> tuple[int, str | None]:
+def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = False) -> tuple[int, str | None]:
     """The generation of the library's kernels that computes the forward or backward of a call whose dtype it has, or
     0 and the reason why none does.
 
@@ -128,9 +126,7 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
     return _kernels("forward", problem, generation)[1]
 
 
-def backward_kernels(
-    problem: Problem, strides: bool = False, generation: int = 0
-) -> tuple[int, str | None]:
+def backward_kernels(problem: Problem, strides: bool = False, generation: int = 0) -> tuple[int, str | None]:
     """The generation of kernels that computes the gradients of a call that `rejects` accepts, or 0 and the reason why
     none does.
 

@@ -43,9 +43,7 @@ _KEYS = ("CUDA", "CPU") if INTERPRETED else ("CUDA",)
 forward = ops.define("triton", "forward", checks.forward(dense.forward), _KEYS)
 backward = ops.define("triton", "backward", checks.backward(dense.backward), _KEYS)
 jvp = ops.define("triton", "jvp", checks.jvp(second_order.jvp), _KEYS)
-double_backward = ops.define(
-    "triton", "double_backward", checks.double_backward(second_order.double_backward), _KEYS
-)
+double_backward = ops.define("triton", "double_backward", checks.double_backward(second_order.double_backward), _KEYS)
 
 
 def prepared_forward(tensors: Tensors, scalars: Scalars) -> Any:
@@ -76,11 +74,7 @@ def rejects(problem: Problem) -> str | None:
         return _fp8_rejects(problem)
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the Triton kernels compute in float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}"
-    if (
-        problem.dtype == torch.bfloat16
-        and problem.capability is not None
-        and problem.capability < (8, 0)
-    ):
+    if problem.dtype == torch.bfloat16 and problem.capability is not None and problem.capability < (8, 0):
         return (
             f"sm_{problem.capability[0]}{problem.capability[1]} has no bfloat16 instructions (sm_80 and newer have); "
             "use float16 or float32"
@@ -96,9 +90,7 @@ def rejects(problem: Problem) -> str | None:
 
 def _paged_rejects(problem: Problem) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > 256:
-        return (
-            f"paged calls have head dims up to 256, got {problem.head_dim} and {problem.head_dim_v}"
-        )
+        return f"paged calls have head dims up to 256, got {problem.head_dim} and {problem.head_dim_v}"
     eight_bits = problem.cache_dtype is not None and problem.cache_dtype.itemsize == 1
     if eight_bits and problem.capability is not None and problem.capability < (8, 9):
         return (

@@ -26,9 +26,7 @@ def _kind(x: Tensor | None) -> Any:
     return None if x is None else (x.shape, x.dtype, x.get_device())
 
 
-def _broadcasts(
-    name: str, x: Tensor, full: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor
-) -> None:
+def _broadcasts(name: str, x: Tensor, full: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor) -> None:
     """Whether x has as many dims as ``full``, each 1 or equal."""
     fits = x.dim() == len(full) and all(n in (1, m) for n, m in zip(x.shape, full, strict=True))
     need(
@@ -107,9 +105,7 @@ def _check_inputs(
         same("dropout_seed", seed, (2,), (torch.int64,), q)
 
 
-def _check_results(
-    q: Tensor, v: Tensor, of_out: dict[str, Tensor | None], of_lse: dict[str, Tensor | None]
-) -> None:
+def _check_results(q: Tensor, v: Tensor, of_out: dict[str, Tensor | None], of_lse: dict[str, Tensor | None]) -> None:
     for name, x in of_out.items():
         if x is not None:
             same(name, x, (*q.shape[:-1], v.shape[-1]), (q.dtype,), q)
@@ -178,15 +174,11 @@ def checked(
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and cu_q is None and seed is None:
         return tensors
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    cu_q, cu_k, bias_offsets, seed = (
-        None if x is None else x.contiguous() for x in (cu_q, cu_k, bias_offsets, seed)
-    )
+    cu_q, cu_k, bias_offsets, seed = (None if x is None else x.contiguous() for x in (cu_q, cu_k, bias_offsets, seed))
     return Tensors(q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed, alibi_slopes)
 
 
-def check_scores(
-    q: Tensor, shape: Sequence[int], dtype: torch.dtype, **tensors: Tensor | None
-) -> None:
+def check_scores(q: Tensor, shape: Sequence[int], dtype: torch.dtype, **tensors: Tensor | None) -> None:
     """Check scores that are a result, and their gradient."""
     for name, x in tensors.items():
         if x is not None:
@@ -227,9 +219,7 @@ def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
 def double_backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
     """host_second_order.double_backward behind the checks."""
 
-    def op(
-        tangents: Tangents, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
-    ) -> Any:
+    def op(tangents: Tangents, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> Any:
         tensors, out, lse, scalars = saved
         given = checked(tensors, scalars, tangents, (out, dout), (lse, dlse))
         return kernels(tangents, dout, dlse, Saved(given, out, lse, scalars), need)

@@ -38,9 +38,7 @@ def _convert_to_nearest(data, input_dtype, output_dtype, rounding_mode):
         exact = torch.from_numpy(numpy.ascontiguousarray(data, dtype=numpy.float32))
         return exact.to(_EIGHT_BITS[output_dtype]).view(torch.uint8).numpy()
     if input_dtype in _EIGHT_BITS and output_dtype in _WIDER:
-        stored = torch.from_numpy(numpy.array(data, dtype=numpy.uint8)).view(
-            _EIGHT_BITS[input_dtype]
-        )
+        stored = torch.from_numpy(numpy.array(data, dtype=numpy.uint8)).view(_EIGHT_BITS[input_dtype])
         wide = stored.to(_WIDER[output_dtype])
         bits = torch.int32 if wide.itemsize == 4 else torch.int16
         return wide.view(bits).numpy().view(f"uint{8 * wide.itemsize}")

@@ -24,9 +24,7 @@ def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device(-1, None, 32 << 20, 1)
     found = torch.cuda.get_device_properties(device)
-    return Device(
-        device.index, (found.major, found.minor), found.L2_cache_size, found.multi_processor_count
-    )
+    return Device(device.index, (found.major, found.minor), found.L2_cache_size, found.multi_processor_count)
 
 
 class Launch:
@@ -103,9 +101,7 @@ def launcher(compiled, programs: int, rest: list, device: int) -> Callable[[list
     triton_launch = compiled[(programs, 1, 1)]
     c_launch = fixed = None
     loaded = compiled.run
-    if triton.__version__.startswith(DIRECT) and not (
-        loaded.global_scratch_size or loaded.profile_scratch_size
-    ):
+    if triton.__version__.startswith(DIRECT) and not (loaded.global_scratch_size or loaded.profile_scratch_size):
         c_launch = loaded.launch
         fixed = (
             compiled.function, loaded.launch_cooperative_grid, loaded.launch_pdl, None, None, compiled.packed_metadata,
@@ -120,10 +116,7 @@ def launcher(compiled, programs: int, rest: list, device: int) -> Callable[[list
         if current() != device:
             with torch.cuda.device(device):
                 return launch(pointers)
-        hooked = (
-            runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave
-            or entering or leaving
-        )  # fmt: skip
+        hooked = runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave or entering or leaving
         if c_launch is None or hooked:
             triton_launch(*pointers, *rest)
         else:

@@ -164,12 +164,9 @@ HOPPER_TENSOR_FP32 = {
     },
 }
 TURING_FP32: Tiles = {
-    name: {d: (min(m, 32), min(n, 32), 4, 1) for d, (m, n, _, _) in rows.items()}
-    for name, rows in FP32.items()
+    name: {d: (min(m, 32), min(n, 32), 4, 1) for d, (m, n, _, _) in rows.items()} for name, rows in FP32.items()
 }
-INTERPRETER: Tiles = {
-    name: {512: (32, 16, 4, 1)} for name in FP32
-}  # small, so that small tests have several tiles
+INTERPRETER: Tiles = {name: {512: (32, 16, 4, 1)} for name in FP32}  # small, so that small tests have several tiles
 
 MAX_HEAD_DIM = 512
 MOST_KEYS = 1024  # keys of a row of scores that one program holds
@@ -243,9 +240,7 @@ def config(
     streams_keys = kernel not in BY_KEYS + BY_BIAS
     if length_k <= 32 or (streams_keys and length_q <= 32 and length_k <= 128 and width <= 32):
         block_n = min(block_n, 32)
-    if (
-        longest <= 256 and kernel not in BY_BIAS and not both_ways
-    ):  # 144 = 4.5 tiles of 32: better than 2.25 of 64
+    if longest <= 256 and kernel not in BY_BIAS and not both_ways:  # 144 = 4.5 tiles of 32: better than 2.25 of 64
         length, block = (length_k, block_n) if streams_keys else (length_q, block_m)
         if block > 32 and -(-length // block) * block > 1.2 * length:
             block_m, block_n = (block_m, 32) if streams_keys else (32, block_n)

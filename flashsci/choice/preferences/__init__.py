@@ -30,7 +30,7 @@ KINDS = (
 )  # the backend of a call; that of the gradients of a call that cuda or triton computed
 
 #: For numbers a rule gives a range, for other features the value or a list of values.
-NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")  # fmt: skip
+NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")
 WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "few_scores", "paged", "grad", "forward")  # fmt: skip
 
 

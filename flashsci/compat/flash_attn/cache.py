@@ -52,9 +52,7 @@ class Cached(NamedTuple):
 
 
 @torch.no_grad()
-def cached_attention(
-    x: Cached, options: dict[str, Any], table_name: str = "page_table"
-) -> tuple[Tensor, Tensor]:
+def cached_attention(x: Cached, options: dict[str, Any], table_name: str = "page_table") -> tuple[Tensor, Tensor]:
     """(out ``[B, Sq, Hq, Dv]``, lse ``[B, Hq, Sq]``), or for packed queries ``[Tq, Hq, Dv]`` and ``[Hq, Tq]``.
 
     New k and v are first written after ``cache_seqlens`` rows. Without gradients, as in flash_attn.
@@ -109,13 +107,13 @@ def _check(x: Cached, table_name: str) -> None:
         check_pages(x.k_cache, x.v_cache, x.page_table, table_name)
         entries, holder = x.page_table.shape[0], table_name
     if x.cache_batch_idx is None and entries != x.batch:
-        raise ValueError(
-            f"the {holder} has {entries} entries and q {x.batch}; name the entries in cache_batch_idx"
-        )
+        raise ValueError(f"the {holder} has {entries} entries and q {x.batch}; name the entries in cache_batch_idx")
     for name, y in (
-        ("cache_seqlens", x.cache_seqlens), ("cache_batch_idx", x.cache_batch_idx),
-        ("cache_leftpad", x.cache_leftpad), ("rotary_seqlens", x.rotary_seqlens),
-    ):  # fmt: skip
+        ("cache_seqlens", x.cache_seqlens),
+        ("cache_batch_idx", x.cache_batch_idx),
+        ("cache_leftpad", x.cache_leftpad),
+        ("rotary_seqlens", x.rotary_seqlens),
+    ):
         if isinstance(y, Tensor) and y.dim() > 0 and y.shape != (x.batch,):
             raise ValueError(f"{name} must be [B] = [{x.batch}], got shape {list(y.shape)}")
     if x.cu_seqlens_k_new is not None:
@@ -151,9 +149,7 @@ def _rotated(x: Cached, length: int | Tensor, options: dict[str, Any]) -> Cached
 
     def rotate(y: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         assert x.rotary_cos is not None and x.rotary_sin is not None
-        return apply_rotary(
-            y, x.rotary_cos, x.rotary_sin, offsets, cu_seqlens, interleaved=x.rotary_interleaved
-        )
+        return apply_rotary(y, x.rotary_cos, x.rotary_sin, offsets, cu_seqlens, interleaved=x.rotary_interleaved)
 
     k = rotate(x.k, first, x.cu_seqlens_k_new)
     window = options["window"] or ()
@@ -172,16 +168,12 @@ def _extend(x: Cached, k: Tensor, v: Tensor, first: int | Tensor) -> int | Tenso
     lead = 2 if x.cu_seqlens_k_new is None else 1
     if k.shape[:lead] != v.shape[:lead] or k.dim() != lead + 2:
         layout = "[B, Snew, H, D]" if lead == 2 else "[Tnew, H, D]"
-        raise ValueError(
-            f"new k and v must have the same rows, {layout}, got {list(k.shape)} and {list(v.shape)}"
-        )
+        raise ValueError(f"new k and v must have the same rows, {layout}, got {list(k.shape)} and {list(v.shape)}")
     if x.cu_seqlens_k_new is None:
         new: int | Tensor = k.shape[1]
         if isinstance(first, int):
             if first + k.shape[1] > x.capacity:
-                raise ValueError(
-                    f"the cache holds {x.capacity} rows, {first + k.shape[1]} are needed"
-                )
+                raise ValueError(f"the cache holds {x.capacity} rows, {first + k.shape[1]} are needed")
             if x.page_table is None:
                 entries = slice(None) if x.cache_batch_idx is None else x.cache_batch_idx
                 rows = slice(first, first + k.shape[1])
@@ -231,9 +223,7 @@ def _as_given(x: Cached, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
 
 
-def _attend_pages(
-    x: Cached, table: Tensor, length: int | Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
+def _attend_pages(x: Cached, table: Tensor, length: int | Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     q, begin, longest = _queries(x)
     if isinstance(length, int):
         if length > x.capacity:
@@ -241,7 +231,7 @@ def _attend_pages(
         length = torch.full((x.batch,), length, device=q.device, dtype=torch.int32)
     out, lse = attend_pages(
         q, x.k_cache, x.v_cache, table, length, begin, longest, None, options, x.k_descale, x.v_descale
-    )  # fmt: skip
+    )
     return _as_given(x, out, lse)
 
 
@@ -270,9 +260,7 @@ def _as_rows(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
     if steps or step is None:
         return k_cache.flatten(0, 1).contiguous(), v_cache.flatten(0, 1).contiguous(), capacity
     count = max(0, (batch - 1) * step + capacity)
-    k_rows, v_rows = (
-        x.as_strided((count, *x.shape[2:]), x.stride()[1:]) for x in (k_cache, v_cache)
-    )
+    k_rows, v_rows = (x.as_strided((count, *x.shape[2:]), x.stride()[1:]) for x in (k_cache, v_cache))
     return k_rows, v_rows, step
 
 

@@ -225,9 +225,7 @@ def flash_attn_varlen_func(
         check_pages(k, v, block_table, "block_table")
         used = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         options = options_of(dropout_p, softmax_scale, causal, window, softcap, deterministic)
-        out, lse = attend_pages(
-            q, k, v, block_table, used, cu_seqlens_q, longest_q, alibi_slopes, options
-        )
+        out, lse = attend_pages(q, k, v, block_table, used, cu_seqlens_q, longest_q, alibi_slopes, options)
         return (out, unseen_infinite(lse), None) if return_attn_probs else out
     result = varlen_attention(
         q,

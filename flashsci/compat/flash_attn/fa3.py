@@ -63,7 +63,7 @@ def flash_attn_func(
         return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
     result = fa2.flash_attn_func(
         q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs
-    )  # fmt: skip
+    )
     return _with_lse(*result) if return_attn_probs else result
 
 
@@ -105,9 +105,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.unbind(2)
     else:
         if qkv.dim() != 4 or (qkv.shape[2] - num_heads_q) % 2:
-            raise ValueError(
-                f"qkv must be [B, S, {num_heads_q} + 2 Hk, D], got shape {list(qkv.shape)}"
-            )
+            raise ValueError(f"qkv must be [B, S, {num_heads_q} + 2 Hk, D], got shape {list(qkv.shape)}")
         heads_k = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split((num_heads_q, heads_k, heads_k), 2)
     return flash_attn_func(
@@ -171,9 +169,7 @@ def flash_attn_varlen_func(
     options = options_of(0.0, softmax_scale, causal, window_size, softcap, deterministic)
     longest_q = fa2.host_length(max_seqlen_q)
     if gaps:
-        refuse(
-            f"{name} with seqused", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
-        )
+        refuse(f"{name} with seqused", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         first, last = cu_seqlens_k[:-1], cu_seqlens_k[1:]
         out, lse = attend_with_gaps(
             q, k, v, cu_seqlens_q, first, last if seqused_k is None else first + seqused_k,
@@ -239,9 +235,7 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, BackendError: as :func:`flashsci.attention` and :func:`flashsci.paged_attention`.
         NotImplementedError: for refused arguments.
     """
-    refuse(
-        "flash_attn_interface.flash_attn_with_kvcache", qv=qv, q_descale=q_descale, attention_chunk=attention_chunk
-    )  # fmt: skip
+    refuse("flash_attn_interface.flash_attn_with_kvcache", qv=qv, q_descale=q_descale, attention_chunk=attention_chunk)
     given = Cached(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
         flag("rotary_interleaved", rotary_interleaved), None, cu_seqlens_q, cu_seqlens_k_new,
@@ -251,9 +245,7 @@ def flash_attn_with_kvcache(
     return (out, lse, None, None) if return_softmax_lse else out
 
 
-def _scales(
-    q: Tensor, k: Tensor, of_q: Tensor | None, of_k: Tensor | None, of_v: Tensor | None
-) -> dict[str, Any]:
+def _scales(q: Tensor, k: Tensor, of_q: Tensor | None, of_k: Tensor | None, of_v: Tensor | None) -> dict[str, Any]:
     """The scales for each head of q, as in flashsci; FlashAttention-3 has one for each group of heads."""
     if of_q is not None and of_q.dim() == 2:
         of_q = of_q.repeat_interleave(q.shape[-2] // k.shape[-2], 1)

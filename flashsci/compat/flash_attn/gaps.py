@@ -56,7 +56,7 @@ def attend_with_gaps(
         bounds = torch.stack((first_k, last_k, last_k), 1)
     cu_k = pad(pad(bounds.flatten(), (1, 0)), (0, 1), value=k.shape[0])
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
-        alibi_slopes = torch.cat((alibi_slopes[:1], alibi_slopes.repeat_interleave(parts, 0)))  # fmt: skip
+        alibi_slopes = torch.cat((alibi_slopes[:1], alibi_slopes.repeat_interleave(parts, 0)))
     return varlen_attention(
         q, k, v, cu_q.to(torch.int32), cu_k.to(torch.int32), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         alibi_slopes=alibi_slopes, **options,

@@ -28,9 +28,7 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     """
     power = 1 << (nheads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    return (
-        slopes + get_alibi_slopes(2 * power)[0::2][: nheads - power] if nheads > power else slopes
-    )
+    return slopes + get_alibi_slopes(2 * power)[0::2][: nheads - power] if nheads > power else slopes
 
 
 class _Inner(nn.Module):
@@ -45,13 +43,11 @@ class _Inner(nn.Module):
     def _dropout_p(self) -> float:
         return self.drop.p if self.training else 0.0
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, align: str
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, align: str) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out: Tensor = attention(
             q, k, v, mask=mask, causal=causal, align=align, scale=self.softmax_scale or None, dropout_p=self._dropout_p
-        )  # fmt: skip
+        )
         return out.transpose(1, 2)
 
 
@@ -66,9 +62,7 @@ class _Padded(_Inner):
     ):
         super().__init__(causal, softmax_scale, attention_dropout)
 
-    def _seen(
-        self, causal: bool | None, key_padding_mask: Tensor | None
-    ) -> tuple[bool, Tensor | None]:
+    def _seen(self, causal: bool | None, key_padding_mask: Tensor | None) -> tuple[bool, Tensor | None]:
         """Whether a call is causal, and its mask ``[B, 1, 1, Sk]``."""
         causal = self.causal if causal is None else bool(causal)
         return causal, None if key_padding_mask is None else key_padding_mask.bool()[:, None, None]
@@ -84,10 +78,13 @@ class _FlashInner(_Inner):
     def _options(self, causal: bool | None) -> dict[str, Any]:
         slopes = self.alibi_slopes
         return dict(
-            dropout_p=self._dropout_p, softmax_scale=self.softmax_scale, window_size=self.window_size,
-            causal=self.causal if causal is None else causal, deterministic=self.deterministic,
+            dropout_p=self._dropout_p,
+            softmax_scale=self.softmax_scale,
+            window_size=self.window_size,
+            causal=self.causal if causal is None else causal,
+            deterministic=self.deterministic,
             alibi_slopes=None if slopes is None else slopes.float(),  # a cast of the model has cast the buffer
-        )  # fmt: skip
+        )
 
 
 class FlashSelfAttention(_FlashInner):
@@ -150,9 +147,7 @@ class FlashCrossAttention(_FlashInner):
             return flash_attn_kvpacked_func(q, kv, **options)
         if cu_seqlens_k is None:
             raise ValueError("cu_seqlens says where queries begin; give cu_seqlens_k for the keys")
-        return flash_attn_varlen_kvpacked_func(
-            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options
-        )
+        return flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options)
 
 
 class CrossAttention(_Padded):
@@ -184,9 +179,7 @@ class CrossAttention(_Padded):
 class SelfAttention(_Padded):
     """Self-attention of one padded tensor of queries, keys and values; a mask may hide some keys."""
 
-    def forward(
-        self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
         """``[B, S, 3, H, D]`` to ``[B, S, H, D]``; key_padding_mask bool ``[B, S]``, True for keys that are seen."""
         causal, mask = self._seen(causal, key_padding_mask)
         q, k, v = qkv.unbind(2)

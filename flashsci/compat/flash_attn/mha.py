@@ -144,9 +144,12 @@ class MHA(nn.Module):
         kv_dim = 2 * self.head_dim * self.num_heads_kv
         if rotary_emb_dim > 0:
             self.rotary_emb = RotaryEmbedding(
-                rotary_emb_dim, base=rotary_emb_base, scale_base=rotary_emb_scale_base,
-                interleaved=rotary_emb_interleaved, device=device,
-            )  # fmt: skip
+                rotary_emb_dim,
+                base=rotary_emb_base,
+                scale_base=rotary_emb_scale_base,
+                interleaved=rotary_emb_interleaved,
+                device=device,
+            )
         where: dict[str, Any] = dict(device=device, dtype=dtype)
         projection = LinearResidual if return_residual else nn.Linear
         if cross_attn:
@@ -158,17 +161,15 @@ class MHA(nn.Module):
             if self._in_one:
                 self.dwconv_qkv = _depthwise(embed_dim + kv_dim, where)
             else:
-                self.dwconv_q, self.dwconv_kv = _depthwise(embed_dim, where), _depthwise(kv_dim, where)  # fmt: skip
-        common: dict[str, Any] = dict(
-            causal=causal, softmax_scale=softmax_scale, attention_dropout=dropout
-        )
+                self.dwconv_q, self.dwconv_kv = _depthwise(embed_dim, where), _depthwise(kv_dim, where)
+        common: dict[str, Any] = dict(causal=causal, softmax_scale=softmax_scale, attention_dropout=dropout)
         if use_flash_attn:
             slopes = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
             common.update(alibi_slopes=slopes, window_size=window_size)
             self.inner_attn: nn.Module = FlashSelfAttention(**common)
             self.inner_cross_attn: Any = FlashCrossAttention(**common)
         else:
-            self.inner_attn, self.inner_cross_attn = SelfAttention(**common), CrossAttention(**common)  # fmt: skip
+            self.inner_attn, self.inner_cross_attn = SelfAttention(**common), CrossAttention(**common)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, **where)
 
     @property
@@ -176,9 +177,7 @@ class MHA(nn.Module):
         """Whether q, k and v are one tensor."""
         return not self.cross_attn and self.num_heads_kv == self.num_heads
 
-    def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
         size = batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim
         return self.out_proj.weight.new_empty(size, dtype=dtype, requires_grad=False)
 
@@ -245,9 +244,7 @@ class MHA(nn.Module):
             return self._run(self.inner_attn, qkv, **kwargs)
         return self._extend(qkv[:, :, 0], qkv[:, :, 1:], inference_params)
 
-    def _of_two(
-        self, q: Tensor, kv: Tensor, inference_params: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
+    def _of_two(self, q: Tensor, kv: Tensor, inference_params: Any, kwargs: dict[str, Any]) -> Tensor:
         if self.dwconv:
             q, kv = _convolved(self.dwconv_q, q), _convolved(self.dwconv_kv, kv)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
@@ -269,9 +266,11 @@ class MHA(nn.Module):
     def _in_a_kernel(self, inference_params: Any) -> bool:
         """Whether flash_attn_with_kvcache rotates: not for a prompt, nor with xPos."""
         return bool(
-            self.use_flash_attn and inference_params.seqlen_offset > 0 and self.rotary_emb_dim > 0
+            self.use_flash_attn
+            and inference_params.seqlen_offset > 0
+            and self.rotary_emb_dim > 0
             and self.rotary_emb.scale is None
-        )  # fmt: skip
+        )
 
     def _extend(self, q: Tensor, kv: Tensor, inference_params: Any, rotate: bool = False) -> Tensor:
         """Attention to the layer's cache, with ``kv`` ``[B, S, 2, Hk, D]`` written into it."""
@@ -286,10 +285,10 @@ class MHA(nn.Module):
         turn: dict[str, Any] = {}
         if rotate:
             rotary = self.rotary_emb
-            rotary._update_cos_sin_cache(inference_params.max_seqlen, device=q.device, dtype=q.dtype)  # fmt: skip
+            rotary._update_cos_sin_cache(inference_params.max_seqlen, device=q.device, dtype=q.dtype)
             turn = dict(
                 rotary_cos=rotary._cos_cached, rotary_sin=rotary._sin_cached, rotary_interleaved=rotary.interleaved
-            )  # fmt: skip
+            )
         inner = self.inner_cross_attn
         options = inner._options(None)
         out: Tensor = flash_attn_with_kvcache(
@@ -324,12 +323,8 @@ class MHA(nn.Module):
                 "key_padding_mask needs use_flash_attn=False and no cu_seqlens; with use_flash_attn pack the rows "
                 "(bert_padding.unpad_input) and give cu_seqlens"
             )
-        if inference_params is not None and (
-            self.dwconv or key_padding_mask is not None or cu_seqlens is not None
-        ):
-            raise ValueError(
-                "inference_params go without key_padding_mask and cu_seqlens, and not with dwconv"
-            )
+        if inference_params is not None and (self.dwconv or key_padding_mask is not None or cu_seqlens is not None):
+            raise ValueError("inference_params go without key_padding_mask and cu_seqlens, and not with dwconv")
 
 
 def _depthwise(channels: int, where: dict[str, Any]) -> nn.Conv1d:

@@ -14,7 +14,7 @@ _ADVICE = {
     "qv": "concatenate q with qv and k with v along the head dim",
     "leftpad_k": "name the pages of the keys in use alone in block_table",
     "zero_tensors": "every row of a sequence is written; leave it False",
-}  # fmt: skip
+}
 
 
 def refuse(function: str, **given: Any) -> None:
@@ -25,6 +25,4 @@ def refuse(function: str, **given: Any) -> None:
     """
     for name, value in given.items():
         if value is not None and not (isinstance(value, (int, float)) and value == 0):
-            raise NotImplementedError(
-                f"flashsci's stand-in for {function} does not take {name}: {_ADVICE[name]}"
-            )
+            raise NotImplementedError(f"flashsci's stand-in for {function} does not take {name}: {_ADVICE[name]}")

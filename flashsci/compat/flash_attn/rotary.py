@@ -87,9 +87,7 @@ def _may_be_written(x: Tensor) -> bool:
     """Whether autograd allows an operation on x in place."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return True
-    if (
-        torch.compiler.is_compiling() or transforming()
-    ):  # these follow no memory: there autograd's word stands
+    if torch.compiler.is_compiling() or transforming():  # these follow no memory: there autograd's word stands
         return True
     if x.is_leaf or not x._is_view():
         return not x.is_leaf
@@ -141,9 +139,7 @@ def apply_rotary_emb(
     max_seqlen: int | None = None,
 ) -> Tensor:
     """:func:`apply_rotary` with its arguments in another order."""
-    return apply_rotary(
-        x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved=interleaved, inplace=inplace
-    )  # fmt: skip
+    return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved=interleaved, inplace=inplace)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -155,9 +151,7 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
     return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
 
 
-def apply_rotary_emb_torch(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
-) -> Tensor:
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x ``[B, S, H, D]`` rotated by tables ``[S, R / 2]`` or ``[B, S, R / 2]``."""
     turned = 2 * cos.shape[-1]
     rotated = _rotate(x[..., :turned], cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
@@ -310,14 +304,10 @@ class RotaryEmbedding(torch.nn.Module):
             self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
         cos, sin = self._cos_cached, self._sin_cached
         if cos is None or sin is None:
-            raise ValueError(
-                "seqlen_offset is a tensor and no table has been made yet; give max_seqlen"
-            )
+            raise ValueError("seqlen_offset is a tensor and no table has been made yet; give max_seqlen")
         cos_k, sin_k = self._cos_k_cached, self._sin_k_cached  # None but for xPos
         if kv is None:
-            return apply_rotary_emb_qkv_(
-                qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q
-            )
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
         cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)

@@ -191,9 +191,7 @@ class _Finder(metadata.DistributionFinder, Loader):
 
 
 def _lacks(module: str, name: str) -> str:
-    names = (
-        n for names in _MODULES[module].values() for n in names if not n.startswith("_wrapped")
-    )
+    names = (n for names in _MODULES[module].values() for n in names if not n.startswith("_wrapped"))
     inner = (m for m in _MODULES if m.rpartition(".")[0] == module)
     advice = _INSTEAD.get(f"{module}.{name}")
     there = ", ".join([*names, *inner])

@@ -48,9 +48,13 @@ def _flash_attn_forward(
     refuse("_flash_attn_forward", alibi_slopes=alibi_slopes)
     rng_state = _rng_state(q, dropout_p)
     out, lse = attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout_seed=rng_state if dropout_p else None, return_lse=True,
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        dropout_seed=rng_state if dropout_p else None,
+        return_lse=True,
         **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
-    )  # fmt: skip
+    )
     return out.transpose(1, 2), unseen_infinite(lse), None, rng_state
 
 
@@ -84,9 +88,7 @@ def _flash_attn_varlen_forward(
     """
     refuse("_flash_attn_varlen_forward", alibi_slopes=alibi_slopes, zero_tensors=zero_tensors)
     rng_state = _rng_state(q, dropout_p)
-    options = _options(
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
-    )
+    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     longest_q = host_length(max_seqlen_q)
     if block_table is not None:
         refuse(
@@ -142,10 +144,15 @@ def _flash_attn_backward(
     refuse("_flash_attn_backward", alibi_slopes=alibi_slopes)
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     found = attention_backward(
-        dout, q, k, v, out, unseen_minus_infinite(softmax_lse),
+        dout,
+        q,
+        k,
+        v,
+        out,
+        unseen_minus_infinite(softmax_lse),
         dropout_seed=rng_state if dropout_p else None,
         **_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic),
-    )  # fmt: skip
+    )
     for into, x in zip((dq, dk, dv), found[:3], strict=True):
         into.copy_(x.transpose(1, 2))
 

@@ -47,9 +47,7 @@ def test_the_gradient_lies_as_the_bias_does(layout):
     weight = torch.randn(bias.shape)
     (bias_copy.copied(bias) * weight).sum().backward()
     assert torch.equal(bias.grad, weight)
-    (gradient,) = torch.autograd.grad(
-        bias_copy.InnerKeys.apply(bias), bias, weight, create_graph=False
-    )
+    (gradient,) = torch.autograd.grad(bias_copy.InnerKeys.apply(bias), bias, weight, create_graph=False)
     order = sorted(range(bias.dim()), key=lambda d: -bias.stride(d))
     assert torch.equal(gradient, weight) and gradient.permute(order).is_contiguous()
 

@@ -83,9 +83,7 @@ def test_batch_offset_and_shapes():
     assert torch.equal(flashsci.dropout_mask(SEED, 0.5, (2, 4, 9), batch_offset=2), whole[2])
     assert torch.equal(flashsci.dropout_mask(SEED, 0.5, (3, 1, 2, 4, 9)).squeeze(1), whole)
     assert torch.equal(flashsci.dropout_mask(SEED, 0.5, (4, 9)), whole[0, 0])
-    assert torch.equal(flashsci.dropout_mask(SEED, 0.5, (2, 4, 5)), whole[0, :, :, :5]), (
-        "a prefix of keys is a prefix"
-    )
+    assert torch.equal(flashsci.dropout_mask(SEED, 0.5, (2, 4, 5)), whole[0, :, :, :5]), "a prefix of keys is a prefix"
     assert flashsci.dropout_mask(SEED, 0.0, (2, 3)).all()
 
 
@@ -110,17 +108,13 @@ def test_attention_drops_what_the_mask_says(backend, packed):
     if packed:
         offsets = torch.tensor([0, n, 2 * n], dtype=torch.int32)
         flat = [x.transpose(1, 2).reshape(2 * n, 2, n) for x in (q, k, v)]
-        out = flashsci.varlen_attention(
-            *flat, offsets, dropout_p=p, dropout_seed=SEED, backend=backend
-        )
+        out = flashsci.varlen_attention(*flat, offsets, dropout_p=p, dropout_seed=SEED, backend=backend)
         out = out.view(2, n, 2, n).transpose(1, 2)
     else:
         out = flashsci.attention(q, k, v, dropout_p=p, dropout_seed=SEED, backend=backend)
     keep = flashsci.dropout_mask(SEED, p, (2, 2, n, n))
     plain = flashsci.attention(q, k, v, backend="reference")
-    torch.testing.assert_close(
-        out, torch.where(keep, plain / (1 - p), torch.zeros(())), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(out, torch.where(keep, plain / (1 - p), torch.zeros(())), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -99,9 +99,7 @@ def test_auto_never_holds_more_scores_than_the_call_has_numbers(changes, may, mo
     assert ("eager" in candidates.candidates(problem, "auto", False)) is may
 
 
-WIDE = Problem(
-    "cuda", (9, 0), torch.float32, 1, 1, 129, 128, batch=(216,), seq_q=120, seq_k=120
-)  # fmt: skip
+WIDE = Problem("cuda", (9, 0), torch.float32, 1, 1, 129, 128, batch=(216,), seq_q=120, seq_k=120)
 
 
 @pytest.fixture

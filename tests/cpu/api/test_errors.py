@@ -82,9 +82,7 @@ def test_head_dim_zero():
 
 
 def test_leading_dims_that_do_not_broadcast():
-    refuses(
-        ValueError, "do not broadcast", flashsci.attention, Q, draw(3, 2, 6, 8), draw(3, 2, 6, 8)
-    )
+    refuses(ValueError, "do not broadcast", flashsci.attention, Q, draw(3, 2, 6, 8), draw(3, 2, 6, 8))
 
 
 def test_dtype_mix():
@@ -117,9 +115,7 @@ def test_device_mix():
     message = refuses(ValueError, "move them to one device", flashsci.attention, Q, other, K)
     assert "cpu" in message and "meta" in message
     for name, x in (("bias", draw(5, 6)), ("mask", torch.ones(5, 6, dtype=torch.bool))):
-        refuses(
-            ValueError, f"{name} is on meta", flashsci.attention, Q, K, K, **{name: x.to("meta")}
-        )
+        refuses(ValueError, f"{name} is on meta", flashsci.attention, Q, K, K, **{name: x.to("meta")})
     refuses(
         ValueError,
         "dropout_seed is on meta",
@@ -144,9 +140,7 @@ def test_device_mix():
 
 
 def test_bias_that_does_not_broadcast():
-    message = refuses(
-        ValueError, "does not broadcast", flashsci.attention, Q, K, K, bias=draw(5, 5)
-    )
+    message = refuses(ValueError, "does not broadcast", flashsci.attention, Q, K, K, bias=draw(5, 5))
     assert "[5, 5]" in message and "[2, 4, 5, 6]" in message
     refuses(ValueError, "does not broadcast", flashsci.attention, Q, K, K, bias=draw(1, 2, 4, 5, 6))
     refuses(
@@ -171,9 +165,7 @@ def test_bias_that_does_not_broadcast():
 
 
 def test_bool_bias():
-    message = refuses(
-        TypeError, "bool", flashsci.attention, Q, K, K, bias=torch.ones(5, 6, dtype=torch.bool)
-    )
+    message = refuses(TypeError, "bool", flashsci.attention, Q, K, K, bias=torch.ones(5, 6, dtype=torch.bool))
     assert "mask=" in message
 
 
@@ -277,9 +269,7 @@ def test_forms_of_offsets():
         x,
         offsets(0, 5)[None],
     )
-    refuses(
-        ValueError, r"must have shape \[N \+ 1\]", flashsci.varlen_attention, x, x, x, offsets()
-    )
+    refuses(ValueError, r"must have shape \[N \+ 1\]", flashsci.varlen_attention, x, x, x, offsets())
     refuses(
         ValueError,
         "same number of sequences, got 1 and 2",
@@ -364,12 +354,12 @@ def test_key_weights():
         (ValueError, "does not broadcast", draw(5)),
         (ValueError, "does not broadcast", draw(2, 2, 1, 6)),
         (ValueError, "key_weight is on meta but q is on cpu", torch.ones(6, device="meta")),
-    ):  # fmt: skip
+    ):
         refuses(kind, message, flashsci.attention, Q, K, K, key_weight=weight)
     x = draw(5, 2, 8)
     for weight in (draw(4), draw(3, 5), draw(2, 1, 5), draw(2, 1)):
         message = r"a packed key_weight must be \[Tk = 5\] or \[Hw, Tk\] with Hw 1 or 2"
-        refuses(ValueError, message, flashsci.varlen_attention, x, x, x, offsets(0, 2, 5), key_weight=weight)  # fmt: skip
+        refuses(ValueError, message, flashsci.varlen_attention, x, x, x, offsets(0, 2, 5), key_weight=weight)
     weight = torch.rand(6, requires_grad=True)
     refuses(
         flashsci.BackendError, "derivative at zero is lost", flashsci.attention, Q, K, K, key_weight=weight, backend="sdpa"
@@ -425,15 +415,11 @@ def test_no_keys_and_no_queries():
 
 
 def test_one_key():
-    assert torch.equal(
-        flashsci.attention(Q[:, :2], K[:, :, :1], K[:, :, :1]), K[:, :, :1].expand(2, 2, 5, 8)
-    )
+    assert torch.equal(flashsci.attention(Q[:, :2], K[:, :, :1], K[:, :, :1]), K[:, :, :1].expand(2, 2, 5, 8))
 
 
 def test_unknown_backend():
-    message = refuses(
-        ValueError, "unknown backend 'flash'", flashsci.attention, Q, K, K, backend="flash"
-    )
+    message = refuses(ValueError, "unknown backend 'flash'", flashsci.attention, Q, K, K, backend="flash")
     assert all(repr(name) in message for name in ("auto", "reference", "sdpa", "triton", "cuda"))
     with pytest.raises(ValueError, match="unknown backend"), flashsci.use_backend("flash"):
         pass
@@ -449,12 +435,10 @@ def no_library(monkeypatch, reason):
     monkeypatch.setattr(cuda, "unavailable", lambda: reason)
 
 
-def test_cuda_build_absent(monkeypatch, fresh_registry):
+def test_cuda_build_absent(monkeypatch, fresh_choices):
     """Asked for by name: run Triton and warn once with the reason; strict: BackendError."""
     no_library(monkeypatch, "the CUDA library was not built: nvcc was not on the PATH")
-    with pytest.warns(
-        UserWarning, match=r"backend 'cuda' is unavailable, running 'triton': .* was not built"
-    ):
+    with pytest.warns(UserWarning, match=r"backend 'cuda' is unavailable, running 'triton': .* was not built"):
         out = flashsci.attention(Q, K, K, backend="cuda")
     torch.testing.assert_close(out, flashsci.attention(Q, K, K, backend="reference"))
     with flashsci.use_backend("cuda", strict=True):
@@ -462,7 +446,7 @@ def test_cuda_build_absent(monkeypatch, fresh_registry):
     assert "'reference'" in message and "'triton'" in message
 
 
-def test_cuda_library_missing_from_disk(monkeypatch, fresh_registry):
+def test_cuda_library_missing_from_disk(monkeypatch, fresh_choices):
     cuda = backends.BACKENDS["cuda"].load()
     monkeypatch.setattr(cuda.library, "library_path", lambda: None)
     monkeypatch.setattr(cuda.library, "_loaded", False)
@@ -475,9 +459,7 @@ def test_driver_absent():
     if torch.cuda.is_available():
         pytest.skip("this machine has a driver")
     reason = backends.BACKENDS["cuda"].load().unavailable()
-    assert reason is not None and any(
-        word in reason for word in ("was not built", "without CUDA", "no CUDA device")
-    )
+    assert reason is not None and any(word in reason for word in ("was not built", "without CUDA", "no CUDA device"))
     with flashsci.use_backend("cuda", strict=True):
         refuses(flashsci.BackendError, "cannot serve this call", flashsci.attention, Q, K, K)
 

@@ -97,9 +97,7 @@ FAR = (1e3, 1e4, 1e5, 1e7, 1e10, 1e20, 1e23, 1e29, 3e37)
 
 
 @pytest.mark.parametrize("softcap", FAR)
-@pytest.mark.parametrize(
-    "backend, dtype", [(b, d) for b in ("reference", "triton") for d in DTYPES]
-)
+@pytest.mark.parametrize("backend, dtype", [(b, d) for b in ("reference", "triton") for d in DTYPES])
 def test_softcap_far_above_the_scores(backend, dtype, softcap):
     extreme.softcap_far_above_the_scores(backend, "cpu", dtype, softcap)
 
@@ -130,6 +128,4 @@ def test_the_reference_differentiates_a_softcap_to_any_order():
         ours, theirs = f(x), g(x)
         for _ in range(4):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-13)
-            ours, theirs = (
-                torch.autograd.grad(y.sum(), x, create_graph=True)[0] for y in (ours, theirs)
-            )
+            ours, theirs = (torch.autograd.grad(y.sum(), x, create_graph=True)[0] for y in (ours, theirs))

@@ -26,7 +26,7 @@ DIM = 16
 def call(batch=(2,), heads=(4, 2), rows=(70, 200), **changes):
     """Arguments of a small dense call with a scale for each block of 64."""
     given = {}
-    for name, count, length in zip("qkv", (heads[0], heads[1], heads[1]), (rows[0], rows[1], rows[1]), strict=True):  # fmt: skip
+    for name, count, length in zip("qkv", (heads[0], heads[1], heads[1]), (rows[0], rows[1], rows[1]), strict=True):
         given[name] = (30 * torch.randn(*batch, count, length, DIM)).to(E4M3)
         given[f"{name}_scale"] = (0.5 + torch.rand(*batch, count, -(-length // 64))) / 30
     return given | changes
@@ -34,15 +34,15 @@ def call(batch=(2,), heads=(4, 2), rows=(70, 200), **changes):
 
 def run(given, **options):
     tensors = [given[n] for n in "qkv"]
-    return flashsci.attention(*tensors, **{n: x for n, x in given.items() if n not in "qkv"}, **options)  # fmt: skip
+    return flashsci.attention(*tensors, **{n: x for n, x in given.items() if n not in "qkv"}, **options)
 
 
-def row_by_row(given, causal=False, window=(None, None), align="upper_left", softcap=None, scale=DIM**-0.5):  # fmt: skip
+def row_by_row(given, causal=False, window=(None, None), align="upper_left", softcap=None, scale=DIM**-0.5):
     """Every row by itself, key after key, from the definition, in fp64."""
     wide = {}
     for name in "qkv":
         x, s = given[name].double(), given[f"{name}_scale"].double()
-        wide[name] = torch.stack([x[..., i, :] * s[..., i // 64, None] for i in range(x.shape[-2])], -2)  # fmt: skip
+        wide[name] = torch.stack([x[..., i, :] * s[..., i // 64, None] for i in range(x.shape[-2])], -2)
     q, k, v = wide["q"], *(wide[n].repeat_interleave(2, -3) for n in "kv")
     rows, keys = q.shape[-2], k.shape[-2]
     shift = keys - rows if align == "lower_right" else 0
@@ -50,9 +50,10 @@ def row_by_row(given, causal=False, window=(None, None), align="upper_left", sof
     for i in range(rows):
         right = 0 if causal else window[1]
         seen = [
-            j for j in range(keys)
+            j
+            for j in range(keys)
             if (right is None or j <= i + shift + right) and (window[0] is None or j >= i + shift - window[0])
-        ]  # fmt: skip
+        ]
         s = scale * (k[..., seen, :] @ q[..., i, :, None]).squeeze(-1)
         s = softcap * torch.tanh(s / softcap) if softcap else s
         lse.append(s.logsumexp(-1))
@@ -63,10 +64,13 @@ def row_by_row(given, causal=False, window=(None, None), align="upper_left", sof
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"causal": True}, {"causal": True, "align": "lower_right"}, {"window": (7, 2), "align": "lower_right"},
+        {},
+        {"causal": True},
+        {"causal": True, "align": "lower_right"},
+        {"window": (7, 2), "align": "lower_right"},
         {"softcap": 2.0, "scale": 0.5},
     ],
-)  # fmt: skip
+)
 def test_means_what_it_says(options):
     given = call()
     out, lse = run(given, return_lse=True, out_dtype=torch.float16, **options)
@@ -196,14 +200,14 @@ def as_a_kernel(
 
 FAULTS = ("P truncated", "a key lost", "a scale of the next block")
 OF_LSE = ("a key lost from the sum", "the sum of truncated P", "lse 1% off")
-SPREAD_OUT = FP8Case(FP8Variant(head_dim=64, head_dim_v=64), 5, (200,), (900,), (2,), 2, 2, scales=("head", "64", "64"))  # fmt: skip
+SPREAD_OUT = FP8Case(FP8Variant(head_dim=64, head_dim_v=64), 5, (200,), (900,), (2,), 2, 2, scales=("head", "64", "64"))
 
 
 @pytest.mark.parametrize("rounded_sums", (False, True))
 @pytest.mark.parametrize("sharp", (0.01, 0.1, 1.0, 4.0))
 def test_the_judge_lets_a_kernel_pass(sharp, rounded_sums):
     """Few rows and keys, too, and offsets that are not at the maximum."""
-    for seed, (queries, keys) in enumerate(((200, 900), (1, 900), (1, 7), (40, 30), (3, 1), (200, 2))):  # fmt: skip
+    for seed, (queries, keys) in enumerate(((200, 900), (1, 900), (1, 7), (40, 30), (3, 1), (200, 2))):
         sizes = {"sharp": sharp, "lens_q": (queries,), "lens_k": (keys,), "seed": seed}
         inputs = make_fp8_inputs(FP8Case(**vars(SPREAD_OUT) | sizes))
         judge = inputs.judge()
@@ -244,7 +248,7 @@ def test_a_flat_tail_beside_one_large_score():
 
 
 def test_the_judge_finds_wrong_scales_and_dtypes():
-    case = FP8Case(FP8Variant(packed=True), 3, (70, 90), (150, 33), (), 2, scales=("64", "64", "128"))  # fmt: skip
+    case = FP8Case(FP8Variant(packed=True), 3, (70, 90), (150, 33), (), 2, scales=("64", "64", "128"))
     inputs = make_fp8_inputs(case)
     judge, right = inputs.judge(), inputs.evaluate("reference")
     judge.require(right)
@@ -342,7 +346,7 @@ def test_never_chosen_for_16_bits(monkeypatch):
     monkeypatch.setattr(fp8, "dense", fail)
     x = torch.randn(2, 8, DIM).bfloat16()
     flashsci.attention(x, x, x)
-    with pytest.raises(AssertionError, match="8-bit kernels"), torch.autocast("cpu", torch.bfloat16):  # fmt: skip
+    with pytest.raises(AssertionError, match="8-bit kernels"), torch.autocast("cpu", torch.bfloat16):
         flashsci.attention(*3 * [x.to(E4M3)])
 
 
@@ -404,7 +408,7 @@ UNITS = {"cuda/sm90/fp8_e4m3", "cuda/sm90/fwd_bf16"}
         ("up to 256, got 128 and 272", {"head_dim_v": 272}, UNITS, 0),
         ("have no mask; dequantise", {"mask": True}, UNITS, 0),
     ],
-)  # fmt: skip
+)
 def test_what_the_cuda_backend_refuses(message, changes, units, generation):
     found = cuda_fp8.rejects(replace(HOPPER, **changes), units, generation)
     assert found is None if message is None else message in found
@@ -412,7 +416,7 @@ def test_what_the_cuda_backend_refuses(message, changes, units, generation):
 
 def test_the_cuda_backend_asks_its_library(monkeypatch):
     """Of its units, and of 8-bit floats before dtypes that it has never; the first of auto on Hopper."""
-    monkeypatch.setattr(cuda.library, "build_info", lambda: {"archs": ["90"], "units": dict.fromkeys(UNITS, "")})  # fmt: skip
+    monkeypatch.setattr(cuda.library, "build_info", lambda: {"archs": ["90"], "units": dict.fromkeys(UNITS, "")})
     assert cuda.rejects(HOPPER) is None
     assert "no 8-bit floats" in cuda.rejects(HOPPER, generation=80)
     assert "the tensors are on cpu" in cuda.rejects(replace(HOPPER, device_type="cpu"))
@@ -424,9 +428,7 @@ def test_the_cuda_backend_asks_its_library(monkeypatch):
 
 def test_a_call_that_the_kernel_leaves_is_a_refusal(monkeypatch):
     def refuse(*_):
-        raise RuntimeError(
-            "flashsci: no float8_e4m3fn kernel serves this call on compute capability 9\nC++ frames"
-        )
+        raise RuntimeError("flashsci: no float8_e4m3fn kernel serves this call on compute capability 9\nC++ frames")
 
     monkeypatch.setattr(torch.ops.flashsci, "cuda_fp8_forward", refuse, raising=False)
     q = torch.zeros(1, 8, 16).to(E4M3)

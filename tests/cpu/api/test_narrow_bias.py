@@ -38,9 +38,7 @@ def test_gradients_by_themselves_and_packed_calls():
     found = attention_backward(out, q, k, v, out, lse, bias=bias)
     expected = attention_backward(out, q, k, v, out, lse, bias=bias.float())
     assert found.dbias.dtype == torch.bfloat16
-    assert torch.equal(found.dbias, expected.dbias.bfloat16()) and torch.equal(
-        found.dq, expected.dq
-    )
+    assert torch.equal(found.dbias, expected.dbias.bfloat16()) and torch.equal(found.dq, expected.dq)
     edges = torch.tensor([0, 4, 9], dtype=torch.int32)
     rows = torch.randn(9, 3, 16)
     pairs = torch.randn(1, 16 + 25).bfloat16()
@@ -50,15 +48,13 @@ def test_gradients_by_themselves_and_packed_calls():
 
 def test_narrower_q_takes_no_other_halves():
     q = torch.randn(1, 2, 4, 8).half()
-    with pytest.raises(
-        TypeError, match=r"q's dtype \(torch.float16\) or float32, got torch.bfloat16"
-    ):
+    with pytest.raises(TypeError, match=r"q's dtype \(torch.float16\) or float32, got torch.bfloat16"):
         attention(q, q, q, bias=torch.zeros(4, 4).bfloat16())
     q = q.float()
     with pytest.raises(TypeError, match=r"bfloat16, float16 or float32, got torch\.float64"):
         attention(q, q, q, bias=torch.zeros(4, 4).double())
     assert flashsci.explain(q, q, q, bias=torch.zeros(4, 4).bfloat16()).chosen is not None
-    assert attention(q.double(), q.double(), q.double(), bias=torch.zeros(4, 4).half()).dtype == torch.float64  # fmt: skip
+    assert attention(q.double(), q.double(), q.double(), bias=torch.zeros(4, 4).half()).dtype == torch.float64
 
 
 def test_compiled():

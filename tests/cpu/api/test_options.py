@@ -26,9 +26,7 @@ ENTRIES = {
     "explain": lambda **o: flashsci.explain(Q, K, K, **o),
 }
 PARAMETERS = {
-    name: inspect.signature(
-        getattr(flashsci, name if name != "explain" else "attention")
-    ).parameters
+    name: inspect.signature(getattr(flashsci, name if name != "explain" else "attention")).parameters
     for name in ENTRIES
 }
 WRONG = (
@@ -83,14 +81,10 @@ WRONG = (
 @pytest.mark.parametrize("number", range(len(WRONG)))
 def test_wrong_option(entry, number):
     kind, message, options = WRONG[number]
-    if not options.keys() <= PARAMETERS[entry].keys() or (
-        entry == "explain" and "dropout_seed" in options
-    ):
+    if not options.keys() <= PARAMETERS[entry].keys() or (entry == "explain" and "dropout_seed" in options):
         pytest.skip(f"{entry} does not look at this option")
     if entry in ("attention_backward", "varlen_attention") and "max_seqlen_q" in options:
-        options = dict(
-            options, **({"cu_seqlens_q": OFFSETS} if entry == "attention_backward" else {})
-        )
+        options = dict(options, **({"cu_seqlens_q": OFFSETS} if entry == "attention_backward" else {}))
     with pytest.raises(kind, match=message) as caught:
         ENTRIES[entry](**options)
     assert caught.type is kind
@@ -124,21 +118,15 @@ def test_a_tensor_as_scale_is_refused_behind_a_cached_plan():
 def test_honest_numbers(kind, backend):
     """Of any type, with the value that a float has."""
     wanted = flashsci.attention(Q, K, K, scale=2.0, softcap=3.0, backend=backend)
-    found = flashsci.attention(
-        Q, K, K, scale=kind(2), softcap=kind(3), dropout_p=kind(0), backend=backend
-    )
+    found = flashsci.attention(Q, K, K, scale=kind(2), softcap=kind(3), dropout_p=kind(0), backend=backend)
     assert torch.equal(found, wanted)
-    options = arguments.Options.of(
-        False, None, "upper_left", kind(2), kind(3), kind(0), False, None, None
-    )
+    options = arguments.Options.of(False, None, "upper_left", kind(2), kind(3), kind(0), False, None, None)
     assert type(options.scale) is type(options.softcap) is type(options.dropout_p) is float
 
 
 def test_numpys_booleans_and_ints():
     wanted = flashsci.attention(Q, K, K, causal=True, window=(2, 0))
-    found = flashsci.attention(
-        Q, K, K, causal=numpy.bool_(True), window=[numpy.int64(2), numpy.int32(0)]
-    )
+    found = flashsci.attention(Q, K, K, causal=numpy.bool_(True), window=[numpy.int64(2), numpy.int32(0)])
     assert torch.equal(found, wanted)
     lengths = dict(max_seqlen_q=numpy.int64(3), max_seqlen_k=numpy.int32(3))
     assert torch.equal(
@@ -177,8 +165,6 @@ def test_options_that_a_compiler_keeps_symbolic(kind):
 
 def test_a_compiled_call_refuses_what_an_eager_one_does():
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda scale: flashsci.attention(Q, K, K, scale=scale), backend="eager"
-    )
+    compiled = torch.compile(lambda scale: flashsci.attention(Q, K, K, scale=scale), backend="eager")
     with pytest.raises(Exception, match="scale must be a number"):
         compiled(torch.tensor(0.5))

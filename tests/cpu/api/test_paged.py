@@ -23,10 +23,13 @@ PAGE, HEADS, DIM = 16, 2, 8
 def call(**changes):
     """Arguments of a small call: a decode and a prompt of three."""
     given = dict(
-        q=torch.randn(4, 4, DIM), k_cache=torch.randn(5, PAGE, HEADS, DIM), v_cache=torch.randn(5, PAGE, HEADS, DIM),
-        block_table=torch.tensor([[3, 1], [4, 0]], dtype=torch.int32), seqused_k=torch.tensor([20, 3], dtype=torch.int32),
+        q=torch.randn(4, 4, DIM),
+        k_cache=torch.randn(5, PAGE, HEADS, DIM),
+        v_cache=torch.randn(5, PAGE, HEADS, DIM),
+        block_table=torch.tensor([[3, 1], [4, 0]], dtype=torch.int32),
+        seqused_k=torch.tensor([20, 3], dtype=torch.int32),
         cu_seqlens_q=torch.tensor([0, 1, 4], dtype=torch.int32),
-    )  # fmt: skip
+    )
     return given | changes
 
 
@@ -39,17 +42,20 @@ def row_by_row(given, causal=True, window=(None, None), softcap=None, scale=DIM*
             diagonal = used[n] - (last - first) + i
             right = 0 if causal else window[1]
             keys = [
-                j for j in range(used[n])
+                j
+                for j in range(used[n])
                 if (right is None or j <= diagonal + right) and (window[0] is None or j >= diagonal - window[0])
-            ]  # fmt: skip
+            ]
             where = [(given["block_table"][n, j // PAGE], j % PAGE) for j in keys]
             for h in range(q.shape[1]):
                 hk = h // (q.shape[1] // HEADS)
                 s = [scale * (q[first + i, h] @ given["k_cache"][w][hk].double()) for w in where]
                 s = [softcap * torch.tanh(x / softcap) for x in s] if softcap else s
-                whole = torch.stack([*s, *([] if sink is None else [sink[h].double()])] or [torch.tensor(-torch.inf)])  # fmt: skip
+                whole = torch.stack([*s, *([] if sink is None else [sink[h].double()])] or [torch.tensor(-torch.inf)])
                 lse.append(whole.logsumexp(0))
-                rows = [torch.exp(x - lse[-1]) * given["v_cache"][w][hk].double() for x, w in zip(s, where, strict=True)]  # fmt: skip
+                rows = [
+                    torch.exp(x - lse[-1]) * given["v_cache"][w][hk].double() for x, w in zip(s, where, strict=True)
+                ]
                 out.append(sum(rows, torch.zeros(DIM).double()))
     shape = edges[-1], q.shape[1]
     return torch.stack(out).view(*shape, DIM), torch.stack(lse).view(shape).T
@@ -58,10 +64,14 @@ def row_by_row(given, causal=True, window=(None, None), softcap=None, scale=DIM*
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"causal": False}, {"window": (2, None)}, {"causal": False, "window": (3, 1)}, {"softcap": 2.0},
+        {},
+        {"causal": False},
+        {"window": (2, None)},
+        {"causal": False, "window": (3, 1)},
+        {"softcap": 2.0},
         {"scale": 0.5, "sink": torch.tensor([0.0, 3.0, -torch.inf, 20.0])},
     ],
-)  # fmt: skip
+)
 def test_means_what_it_says(options):
     given = call(q=torch.randn(4, 4, DIM).double())
     given |= {n: given[n].double() for n in ("k_cache", "v_cache")}
@@ -74,9 +84,10 @@ def test_means_what_it_says(options):
 def test_rows_without_keys():
     """The first of more queries than keys, a sequence that has none, and rows of no sequence."""
     given = call(
-        q=torch.full((7, 4, DIM), torch.nan), seqused_k=torch.tensor([2, 0], dtype=torch.int32),
+        q=torch.full((7, 4, DIM), torch.nan),
+        seqused_k=torch.tensor([2, 0], dtype=torch.int32),
         cu_seqlens_q=torch.tensor([0, 3, 5], dtype=torch.int32),
-    )  # fmt: skip
+    )
     given["q"][:5] = torch.randn(5, 4, DIM)
     sink = torch.tensor([0.0, 1.0, -torch.inf, -5.0])
     for options, empty in (({}, torch.full((4,), -torch.inf)), ({"sink": sink}, sink)):
@@ -114,12 +125,8 @@ def test_agrees_with_packed_attention():
     for cache, x in ((k_cache, k), (v_cache, v)):
         cache[1], cache[0, :4] = x[:16], x[16:]
     table = torch.tensor([[1], [0]], dtype=torch.int32)
-    found = flashsci.paged_attention(
-        q, k_cache, v_cache, block_table=table, seqused_k=edges.diff(), cu_seqlens_q=edges
-    )
-    wanted = flashsci.varlen_attention(
-        q, k, v, edges, causal=True, align="lower_right", backend="reference"
-    )
+    found = flashsci.paged_attention(q, k_cache, v_cache, block_table=table, seqused_k=edges.diff(), cu_seqlens_q=edges)
+    wanted = flashsci.varlen_attention(q, k, v, edges, causal=True, align="lower_right", backend="reference")
     torch.testing.assert_close(found, wanted)
 
 
@@ -131,9 +138,7 @@ def test_generated(case):
 
 def test_the_test_itself():
     """A result times 1.01, a wrong page and a scale forgotten all fail."""
-    case = PagedCase(
-        PagedVariant("bfloat16", "float8_e4m3fn"), 3, (1, 9), (40, 33), 2, 2, scales="heads"
-    )
+    case = PagedCase(PagedVariant("bfloat16", "float8_e4m3fn"), 3, (1, 9), (40, 33), 2, 2, scales="heads")
     inputs = make_paged_inputs(case)
     judge, right = inputs.judge(fused=True), inputs.evaluate("reference")
     judge.require(right)
@@ -238,7 +243,7 @@ def test_explain():
 def test_write_kv_cache_bitwise(cache, scales):
     """Each token by itself; slots that are -1 or out of range, and all that is not named, stay as they were."""
     tokens, pages = 11, 3
-    key, value = (embed(20 * torch.randn(tokens + 2, HEADS, d), pad={1: 3}).bfloat16() for d in (DIM, 2 * DIM))  # fmt: skip
+    key, value = (embed(20 * torch.randn(tokens + 2, HEADS, d), pad={1: 3}).bfloat16() for d in (DIM, 2 * DIM))
     key[4] = 1e5  # beyond e4m3
     joint = torch.zeros(pages, HEADS, PAGE, 3 * DIM, dtype=cache)
     joint.view(torch.uint8).random_()
@@ -269,7 +274,7 @@ def test_write_kv_cache_bitwise(cache, scales):
         (ValueError, r"k_scale must be one number .* or \[Hk\]", {"k_scale": torch.zeros(3)}),
         (ValueError, "k_cache require", {"k_cache": torch.zeros(5, PAGE, HEADS, DIM, requires_grad=True)}),
     ],
-)  # fmt: skip
+)
 def test_write_kv_cache_refusals(error, message, changes):
     given = dict(
         key=torch.zeros(4, HEADS, DIM),
@@ -303,7 +308,9 @@ def test_ops_pass_opcheck():
     scalars = (-1, 0.3, 0.0, -1, 0, True)
     out = torch.empty(4, 4, DIM)
     op = torch.ops.flashsci.reference_paged_attention.default
-    torch.library.opcheck(op, (*given.values(), None, None, None, out, *scalars), test_utils=("test_schema", "test_faketensor"))  # fmt: skip
+    torch.library.opcheck(
+        op, (*given.values(), None, None, None, out, *scalars), test_utils=("test_schema", "test_faketensor")
+    )
     assert reference_paged.OPS is not None
     assert re.search("Tensor", str(op._schema))
 
@@ -323,17 +330,18 @@ def test_out_shares_no_memory_with_what_is_read(backend):
     q, caches = torch.randn(4, 2, 16), torch.randn(3, 16, 2, 32)
     k_cache, v_cache = caches.split(16, -1)
     tables = {
-        "block_table": torch.tensor([[2, 0]], dtype=torch.int32), "seqused_k": torch.tensor([20], dtype=torch.int32),
+        "block_table": torch.tensor([[2, 0]], dtype=torch.int32),
+        "seqused_k": torch.tensor([20], dtype=torch.int32),
         "cu_seqlens_q": torch.tensor([0, 4], dtype=torch.int32),
-    }  # fmt: skip
-    call = functools.partial(
-        flashsci.paged_attention, k_cache=k_cache, v_cache=v_cache, **tables, backend=backend
-    )
+    }
+    call = functools.partial(flashsci.paged_attention, k_cache=k_cache, v_cache=v_cache, **tables, backend=backend)
     expected = call(q.clone())
     for name, out in (
-        ("q", q), ("q", q.flip(0)[:0].new_empty(0).set_(q.untyped_storage(), 0, (4, 2, 16), (32, 16, 1))),
-        ("k_cache", caches[0, :4, :, :16]), ("v_cache", caches[2, 3:7, :, 16:]),
-    ):  # fmt: skip
+        ("q", q),
+        ("q", q.flip(0)[:0].new_empty(0).set_(q.untyped_storage(), 0, (4, 2, 16), (32, 16, 1))),
+        ("k_cache", caches[0, :4, :, :16]),
+        ("v_cache", caches[2, 3:7, :, 16:]),
+    ):
         before = q.clone(), caches.clone()
         with pytest.raises(ValueError, match=f"out shares memory with {name}, .*clone"):
             call(q, out=out)

@@ -55,7 +55,7 @@ def test_packed_is_each_sequence_by_itself(block):
             slot = n if per == "head" else first // block + n
             blocks = 1 if per == "head" else alone.scale.shape[-1]
             if last > first:
-                assert torch.equal(found.scale[slot : slot + blocks].T.reshape(alone.scale.shape), alone.scale)  # fmt: skip
+                assert torch.equal(found.scale[slot : slot + blocks].T.reshape(alone.scale.shape), alone.scale)
     assert flashsci.quantize(x, "tensor", cu_seqlens=EDGES).scale == x.abs().max() / 448
 
 
@@ -105,7 +105,7 @@ def test_smoothing_is_exact(causal, packed):
             assert mean.shape == ((2, 64) if packed else (2, 1, 64))
             moved = 64**-0.5 * (q * mean).sum(-1)
             lse = lse + (moved.T if packed else moved)
-        errors[smooth] = ((out - exact).norm() / exact.norm()).item(), (lse - sums).abs().max().item()  # fmt: skip
+        errors[smooth] = ((out - exact).norm() / exact.norm()).item(), (lse - sums).abs().max().item()
     assert errors[True][0] < 0.5 * errors[False][0] and errors[True][0] < 0.1, errors
     assert errors[True][1] < errors[False][1] and errors[True][1] < 0.5, errors
 

@@ -20,7 +20,7 @@ def fp64_variants(varlen):
         replace(v, dtype="float64", head_dim=dims.get(v.head_dim, 4), head_dim_v=dims.get(v.head_dim_v, 2))
         for v in variants()
         if v.varlen == varlen
-    ]  # fmt: skip
+    ]
 
 
 def cases(*arguments, **limits):
@@ -57,9 +57,7 @@ def test_dense_against_row_by_row(part):
         written = {"out": out.detach(), "lse": lse.detach()}
         wanted = {f"d{n}": x for n, x in leaves.items() if x.requires_grad}
         dlse = torch.zeros_like(lse) if inputs.dlse is None else inputs.dlse
-        total = (out * inputs.dout).sum() + torch.where(
-            torch.isfinite(lse), lse * dlse, 0 * dlse
-        ).sum()
+        total = (out * inputs.dout).sum() + torch.where(torch.isfinite(lse), lse * dlse, 0 * dlse).sum()
         if total.requires_grad:
             gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
             for (name, x), gradient in zip(wanted.items(), gradients, strict=True):
@@ -85,9 +83,7 @@ def test_packed_against_one_call_per_sequence():
             if inputs.bias is not None:
                 per_key = inputs.bias.dim() == 3 or case.variant.bias == "key"
                 columns = keys if per_key else slice(pairs, pairs + a * b)
-                block = inputs.bias[..., columns].reshape(
-                    len(inputs.bias), *((1, b) if per_key else (a, b))
-                )
+                block = inputs.bias[..., columns].reshape(len(inputs.bias), *((1, b) if per_key else (a, b)))
             weight, slopes = inputs.key_weight, inputs.alibi_slopes
             if slopes is not None and slopes.dim() == 2:
                 slopes = slopes[n if len(slopes) > 1 else 0]
@@ -104,9 +100,7 @@ def test_packed_against_one_call_per_sequence():
                 close(found[name][part].transpose(0, 1), alone[name], (name, case))
             close(found["lse"][:, rows], alone["lse"], case)
             if "dbias" in alone:
-                close(
-                    found["dbias"][..., columns].reshape(alone["dbias"].shape), alone["dbias"], case
-                )
+                close(found["dbias"][..., columns].reshape(alone["dbias"].shape), alone["dbias"], case)
             if "dkey_weight" in alone:
                 close(found["dkey_weight"][..., keys], alone["dkey_weight"], case)
             start_q, start_k, pairs = rows.stop, keys.stop, pairs + a * b
@@ -146,17 +140,13 @@ def differentiable(fields, backend, with_lse):
 
     variant = replace(fields.get("variant", Variant()), dtype="float64", head_dim=3, head_dim_v=2)
     shape = {"rank": 3, "lead": ()} if variant.varlen else {"lead": (1,)}
-    case = Case(
-        **{"heads_k": 2, "seq_q": 3, "seq_k": 4, "seed": 1, **shape, **fields, "variant": variant}
-    )
+    case = Case(**{"heads_k": 2, "seq_q": 3, "seq_k": 4, "seed": 1, **shape, **fields, "variant": variant})
     inputs = make_inputs(case).to(torch.float64)
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     if inputs.bias is not None:
         # Entries of -inf have no finite differences: hold them fixed.
         holes = torch.isinf(inputs.bias)
-        leaves.append(
-            torch.where(holes, torch.zeros_like(inputs.bias), inputs.bias).requires_grad_()
-        )
+        leaves.append(torch.where(holes, torch.zeros_like(inputs.bias), inputs.bias).requires_grad_())
 
     def call(q, k, v, bias=None):
         if bias is not None:
@@ -165,9 +155,7 @@ def differentiable(fields, backend, with_lse):
         if inputs.dropout_seed is not None:
             options["dropout_seed"] = inputs.dropout_seed
         if case.variant.varlen:
-            found = flashsci.varlen_attention(
-                q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **options
-            )
+            found = flashsci.varlen_attention(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **options)
         else:
             found = flashsci.attention(q, k, v, mask=inputs.mask, **options)
         if not with_lse:
@@ -213,9 +201,7 @@ def test_row_in_no_sequence():
     scalars = Scalars(-1, -1, 0.5, 0.0, -1, -1, False, 0.0, "default", False)
     tensors = Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     out, lse = reference.forward(tensors, scalars)
-    assert (
-        out[:, 4:].eq(0).all() and lse[:, 4:].eq(-torch.inf).all() and lse[:, :4].isfinite().all()
-    )
+    assert out[:, 4:].eq(0).all() and lse[:, 4:].eq(-torch.inf).all() and lse[:, :4].isfinite().all()
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
@@ -223,9 +209,7 @@ def test_bf16_rows_of_one_element_read_no_neighbours(backend):
     """torch's bf16 product on the CPU reads past the rows of a strided [63, 1]: NaN must not come in."""
 
     def column(rows):
-        return torch.full((rows, 9), torch.nan, dtype=torch.bfloat16)[:, :1].copy_(
-            torch.randn(rows, 1)
-        )
+        return torch.full((rows, 9), torch.nan, dtype=torch.bfloat16)[:, :1].copy_(torch.randn(rows, 1))
 
     q, k, v = (column(n).requires_grad_() for n in (63, 128, 128))
     out = flashsci.attention(q, k, v, backend=backend)
@@ -245,22 +229,16 @@ def test_its_lse_belongs_to_the_probabilities_of_its_backward(dtype, packed):
     bias, options = torch.randn(2, 1, 9).to(dtype), {"softcap": 50.0}
     dense = lambda x: x.transpose(0, 1)  # noqa: E731
     if packed:
-        options.update(cu_seqlens_q=torch.tensor([0, 12], dtype=torch.int32), cu_seqlens_k=torch.tensor([0, 9], dtype=torch.int32))  # fmt: skip
-        out, lse = flashsci.varlen_attention(
-            q, k, v, bias=bias, return_lse=True, backend="reference", **options
+        options.update(
+            cu_seqlens_q=torch.tensor([0, 12], dtype=torch.int32), cu_seqlens_k=torch.tensor([0, 9], dtype=torch.int32)
         )
+        out, lse = flashsci.varlen_attention(q, k, v, bias=bias, return_lse=True, backend="reference", **options)
     else:
         q, k, v, dout = (dense(x) for x in (q, k, v, dout))
-        out, lse = flashsci.attention(
-            q, k, v, bias=bias, return_lse=True, backend="reference", **options
-        )
-    found = flashsci.attention_backward(
-        dout, q, k, v, out, lse, bias=bias, backend="reference", **options
-    )
+        out, lse = flashsci.attention(q, k, v, bias=bias, return_lse=True, backend="reference", **options)
+    found = flashsci.attention_backward(dout, q, k, v, out, lse, bias=bias, backend="reference", **options)
     sums = found.dv.double().sum(0 if packed else -2)
-    torch.testing.assert_close(
-        sums, torch.full_like(sums, 12), rtol=4 * torch.finfo(dtype).eps, atol=0
-    )
+    torch.testing.assert_close(sums, torch.full_like(sums, 12), rtol=4 * torch.finfo(dtype).eps, atol=0)
 
     # And the gradients are autograd's, of the same forward.
     leaves = [x.detach().requires_grad_() for x in (q, k, v, bias)]
@@ -271,9 +249,7 @@ def test_its_lse_belongs_to_the_probabilities_of_its_backward(dtype, packed):
     wanted = torch.autograd.grad(end, leaves, dout)
     for name, a, b in zip(found._fields[:4], found[:4], wanted, strict=True):
         if name == "dv":  # the others cancel to rounding here: dout is the same for all
-            torch.testing.assert_close(
-                a, b, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps
-            )
+            torch.testing.assert_close(a, b, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("switch", ["tf32", "ieee"])

@@ -33,18 +33,12 @@ def problems(draw):
     """Any call that the entry points can describe, and some that they cannot."""
     flip = st.booleans()
     gpu = draw(st.sampled_from([None, (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)]))
-    dtype = draw(
-        st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, FP8])
-    )
+    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, FP8]))
     heads_k, times = draw(st.sampled_from([1, 2, 8])), draw(st.sampled_from([1, 1, 4]))
     dim = st.sampled_from([8, 20, 32, 64, 128, 256, 320, 2000])
     head_dim = draw(dim)
-    paged, varlen = draw(
-        st.sampled_from([(False, False), (False, False), (False, True), (True, False)])
-    )
-    sizes = (
-        {} if draw(flip) else dict(batch=(2,), seq_q=draw(st.sampled_from([5, 64, 900])), seq_k=64)
-    )
+    paged, varlen = draw(st.sampled_from([(False, False), (False, False), (False, True), (True, False)]))
+    sizes = {} if draw(flip) else dict(batch=(2,), seq_q=draw(st.sampled_from([5, 64, 900])), seq_k=64)
     options = {}
     rare = st.sampled_from([False, False, False, True])
     if draw(rare):
@@ -63,9 +57,7 @@ def problems(draw):
         softcap=draw(st.sampled_from([0.0, 0.0, 5.0])),
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1])),
     )
-    options.update(
-        window_right=draw(st.sampled_from([-1, 0])), requires_grad=draw(flip) and not paged
-    )
+    options.update(window_right=draw(st.sampled_from([-1, 0])), requires_grad=draw(flip) and not paged)
     options.update(precision=draw(st.sampled_from(["default", "ieee", "tf32"])))
     return Problem(
         "cpu" if gpu is None else "cuda", gpu, dtype, heads_k * times, heads_k, head_dim,
@@ -116,9 +108,7 @@ def test_advice_is_of_backends_that_can(everything, problem, build):
 def test_words():
     """One sentence, whatever the reason ends with."""
     q = torch.randn(1, 2, 5, 8)
-    with pytest.raises(
-        flashsci.BackendError, match=r"cannot serve this call: SDPA has no softcap; backend=.* can$"
-    ):
+    with pytest.raises(flashsci.BackendError, match=r"cannot serve this call: SDPA has no softcap; backend=.* can$"):
         flashsci.attention(q, q, q, softcap=2.0, backend="sdpa")
     assert candidates.advice(["triton"]) == "; backend='triton' can"
     assert candidates.advice(["triton", "cuda"]) == "; backend='triton' or 'cuda' can"

@@ -25,9 +25,7 @@ from flashsci.testing.evaluation import check_alone
 hypothesis = pytest.importorskip("hypothesis")
 pytest.importorskip("triton")
 
-LIMITS = dict(
-    pool=residual_variants(max_dim=64), lengths=(0, 1, 3, 15, 16, 17, 33, 40), score_limit=1 << 10
-)
+LIMITS = dict(pool=residual_variants(max_dim=64), lengths=(0, 1, 3, 15, 16, 17, 33, 40), score_limit=1 << 10)
 BIAS = dict(bias="pair", bias_grad=True)
 LONG = dict(lead=(2,), heads_k=2, seq_q=37, seq_k=50, seed=7)
 FULL = dict(bias_shape=(2, 2, 37, 50))
@@ -70,9 +68,7 @@ def test_named(name, poison):
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
-@pytest.mark.parametrize(
-    "name", [n for n, c in NAMED.items() if c.variant.dtype == "float32" and n != "dropout"]
-)
+@pytest.mark.parametrize("name", [n for n, c in NAMED.items() if c.variant.dtype == "float32" and n != "dropout"])
 def test_parts(name, backend):
     judge(NAMED[name], backend)
 
@@ -129,17 +125,12 @@ def test_layers_to_second_order(backend):
         second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, pair))
         return out, scores, *plain, *first, *second
 
-    for found, true in zip(
-        run(backend, torch.float32), run("reference", torch.float64), strict=True
-    ):
+    for found, true in zip(run(backend, torch.float32), run("reference", torch.float64), strict=True):
         torch.testing.assert_close(found.double(), true, rtol=2e-4, atol=2e-4)
 
 
 def test_gradcheck_of_parts():
-    tensors = [
-        torch.randn(1, 2, *s, dtype=torch.float64, requires_grad=True)
-        for s in ((4, 3), (5, 3), (5, 2), (4, 5))
-    ]
+    tensors = [torch.randn(1, 2, *s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (5, 3), (5, 2), (4, 5))]
     assert torch.autograd.gradcheck(flashsci.residual_attention, tensors)
     assert torch.autograd.gradgradcheck(flashsci.residual_attention, tensors)
 
@@ -182,16 +173,14 @@ def test_repeated_calls(monkeypatch):
     others = [x + 1 for x in (q, k, v, bias)]
     fresh = flashsci.residual_attention(*others, backend="reference")
     monkeypatch.setattr(residual, "choice_of", lambda *_: pytest.fail("looked at again"))
-    for found, true in zip(
-        flashsci.residual_attention(*others, backend="triton"), fresh, strict=True
-    ):
+    for found, true in zip(flashsci.residual_attention(*others, backend="triton"), fresh, strict=True):
         torch.testing.assert_close(found, true)
     again = flashsci.residual_attention(q, k, v, bias, backend="triton")
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     monkeypatch.undo()
     for changed in (bias.double().float().mT, bias[:1], bias.bfloat16(), None):
         given = (q, k, v, changed)
-        pairs = zip(*(flashsci.residual_attention(*given, backend=b) for b in ("triton", "reference")), strict=True)  # fmt: skip
+        pairs = zip(*(flashsci.residual_attention(*given, backend=b) for b in ("triton", "reference")), strict=True)
         for found, true in pairs:
             torch.testing.assert_close(found, true)
 
@@ -233,14 +222,10 @@ def test_rows_of_scores(dtype, keys, poison):
         row = scores.stride(-2)
         assert 0 <= row - keys < 16 // dtype.itemsize and row * dtype.itemsize % 16 == 0
         assert scores._base is None and scores.view(6, 11, keys).shape[0] == 6
-        tolerance = (
-            dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)
-        )
+        tolerance = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)
         torch.testing.assert_close(scores, true[1], **tolerance)
         gradients = torch.randn_like(out), torch.randn(11, 3, 2, keys, dtype=dtype).transpose(0, 2)
-        found, right = (
-            torch.autograd.grad(x, given, gradients) for x in ((out, scores), true_of(given))
-        )
+        found, right = (torch.autograd.grad(x, given, gradients) for x in ((out, scores), true_of(given)))
         for a, b in zip(found, right, strict=True):
             torch.testing.assert_close(a, b, **{n: 5 * x for n, x in tolerance.items()})
     with torch.no_grad():
@@ -306,7 +291,9 @@ def wrong_calls():
     yield "heads", (q, k[:, :3], v[:, :3], bias), {}, ValueError, "multiple"
 
 
-@pytest.mark.parametrize("given, options, error, message", [x[1:] for x in wrong_calls()], ids=[x[0] for x in wrong_calls()])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, options, error, message", [x[1:] for x in wrong_calls()], ids=[x[0] for x in wrong_calls()]
+)
 def test_errors(given, options, error, message):
     with pytest.raises(error, match=message):
         flashsci.residual_attention(*given, **options)
@@ -353,9 +340,7 @@ def test_raw_backward_refuses_what_does_not_fit():
         with pytest.raises((TypeError, ValueError), match="scores must"):
             run(out, None, *call, out, lse, wrong, False)
     # Those that are not given are computed again.
-    for a, b in zip(
-        *(run(out, scores, *call, out, lse, x, False) for x in (scores, None)), strict=True
-    ):
+    for a, b in zip(*(run(out, scores, *call, out, lse, x, False) for x in (scores, None)), strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -187,9 +187,7 @@ def test_a_mask_beside_is_causal(lengths, kind):
     leaves = [q, k, v] + ([mask] if kind == "learnt" else [])
     out, due = flashsci.sdpa(q, k, v, mask, is_causal=True), theirs(q, k, v, both)
     torch.testing.assert_close(out, due)
-    for ours, other in zip(
-        *(torch.autograd.grad(x.sin().sum(), leaves) for x in (out, due)), strict=True
-    ):
+    for ours, other in zip(*(torch.autograd.grad(x.sin().sum(), leaves) for x in (out, due)), strict=True):
         torch.testing.assert_close(ours, other)
 
 
@@ -280,5 +278,7 @@ def test_jagged(heads):
 
 
 def test_functions_are_no_modules():
-    program = "import flashsci.api.sdpa, flashsci\nfrom flashsci import sdpa\nassert sdpa is flashsci.sdpa and callable(sdpa)"
+    program = (
+        "import flashsci.api.sdpa, flashsci\nfrom flashsci import sdpa\nassert sdpa is flashsci.sdpa and callable(sdpa)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -29,9 +29,7 @@ def judged(inputs, backend="auto"):
     leaves = {n: getattr(inputs, n).requires_grad_() for n in ("q", "k", "v")}
     if inputs.bias is not None and inputs.bias_grad:
         leaves["bias"] = inputs.bias.requires_grad_()
-    out = flashsci.attention(
-        *(leaves[n] for n in "qkv"), bias=inputs.bias, backend=backend, **options
-    )
+    out = flashsci.attention(*(leaves[n] for n in "qkv"), bias=inputs.bias, backend=backend, **options)
     gradients = torch.autograd.grad(out, list(leaves.values()), inputs.dout)
     found = {"out": out.detach()} | {f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}
     for leaf in leaves.values():
@@ -48,9 +46,7 @@ def judged(inputs, backend="auto"):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("shape", [(1, 4, 33, 40), (2, 1, 1, 40), (33, 40)])
 def test_wide_bias_keeps_its_bits(size, learnt, dtype, shape):
-    q, k, v, dout = tensors(
-        (2, 4, 33, 24), (2, 2, 40, 24), (2, 2, 40, 24), (2, 4, 33, 24), dtype=dtype
-    )
+    q, k, v, dout = tensors((2, 4, 33, 24), (2, 2, 40, 24), (2, 2, 40, 24), (2, 4, 33, 24), dtype=dtype)
     bias = torch.randn(shape) * size
     assert flashsci.explain(q, k, v, bias=bias).chosen == "sdpa"
     found = judged(Inputs(q, k, v, bias, dout=dout, bias_grad=learnt))
@@ -58,15 +54,11 @@ def test_wide_bias_keeps_its_bits(size, learnt, dtype, shape):
         assert found["dbias"].dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "options", [dict(causal=True), dict(window=(9, 4), align="lower_right"), {}]
-)
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(9, 4), align="lower_right"), {}])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_wide_bias_beside_masks(options, masked, dtype):
-    q, k, v, dout = tensors(
-        (2, 4, 33, 24), (2, 4, 40, 24), (2, 4, 40, 24), (2, 4, 33, 24), dtype=dtype
-    )
+    q, k, v, dout = tensors((2, 4, 33, 24), (2, 4, 40, 24), (2, 4, 40, 24), (2, 4, 33, 24), dtype=dtype)
     bias = torch.randn(4, 33, 40) * 100
     mask = torch.rand(2, 1, 33, 40) < 0.8 if masked else None
     judged(Inputs(q, k, v, bias, mask, dout=dout, options=options), "sdpa")
@@ -76,9 +68,7 @@ def test_wide_bias_beside_masks(options, masked, dtype):
 @pytest.mark.parametrize("biased", [True, False])
 def test_key_weights_beside_16_bits(dtype, biased):
     """Their logarithms keep fp32."""
-    q, k, v, dout = tensors(
-        (2, 4, 33, 24), (2, 4, 40, 24), (2, 4, 40, 24), (2, 4, 33, 24), dtype=dtype
-    )
+    q, k, v, dout = tensors((2, 4, 33, 24), (2, 4, 40, 24), (2, 4, 40, 24), (2, 4, 33, 24), dtype=dtype)
     weight = torch.rand(2, 4, 40) * 1e6 * (torch.rand(2, 4, 40) < 0.9)
     bias = torch.randn(1, 4, 33, 40).to(dtype) if biased else None
     given = Inputs(q, k, v, bias, dout=dout, key_weight=weight, key_weight_grad=False)
@@ -118,9 +108,7 @@ def test_wide_bias_under_autocast(monkeypatch, gpu, compiled, learnt):
     step = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
     out = step(*wide)
     leaves = [*wide, *([bias] if learnt else [])]
-    found = dict(
-        zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(out, leaves, dout), strict=False)
-    )
+    found = dict(zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(out, leaves, dout), strict=False))
     found = {n: g if n == "dbias" else g.bfloat16() for n, g in found.items()}
     given = Inputs(q, k, v, bias.detach(), dout=dout, bias_grad=learnt)
     Judge(given).require({"out": out.detach(), **found})
@@ -163,9 +151,7 @@ class ReadsDoutAsOut(torch.autograd.Function):
 
 @pytest.fixture
 def misreading(monkeypatch):
-    monkeypatch.setattr(
-        sdpa, "attend", lambda q, k, v, **options: ReadsDoutAsOut.apply(q, k, v, options)
-    )
+    monkeypatch.setattr(sdpa, "attend", lambda q, k, v, **options: ReadsDoutAsOut.apply(q, k, v, options))
 
 
 LAYOUTS = {
@@ -204,9 +190,7 @@ def test_dout_laid_out():
     laid = sdpa_kernels.laid_out(dout, strides)
     assert laid.stride() == strides and torch.equal(laid, dout)
     assert sdpa_kernels.laid_out(laid, strides) is laid
-    batched = torch.func.vmap(lambda x: sdpa_kernels.laid_out(x, strides))(
-        dout.expand(3, 2, 8, 3, 5)
-    )
+    batched = torch.func.vmap(lambda x: sdpa_kernels.laid_out(x, strides))(dout.expand(3, 2, 8, 3, 5))
     assert torch.equal(batched[1], dout)
 
 
@@ -414,9 +398,7 @@ def test_ties_beyond_1e7_all_win_in_gradients_of_torch(dtype):
 # Saved tensors.
 
 
-@pytest.mark.parametrize(
-    "strides", [(40, 8, 1), (1, 4, 20), (0, 8, 1), (0, 0, 1), (0, 16, 2), (8, 8, 1), (40, 3, 1)]
-)
+@pytest.mark.parametrize("strides", [(40, 8, 1), (1, 4, 20), (0, 8, 1), (0, 0, 1), (0, 16, 2), (8, 8, 1), (40, 3, 1)])
 def test_restored_tensors_have_the_strides_that_were_saved(strides):
     shape = (4, 5, 8)
     saved = torch.randn(200).as_strided(shape, strides)
@@ -457,11 +439,7 @@ def test_nothing_looks_up_what_programs_swap():
         "= torch.nn.functional.scaled_dot",
     )
     for path in root.rglob("*.py"):
-        code = [
-            line
-            for line in path.read_text().splitlines()
-            if not line.lstrip().startswith((">>>", "...", "#"))
-        ]
+        code = [line for line in path.read_text().splitlines() if not line.lstrip().startswith((">>>", "...", "#"))]
         assert not any(name in line for line in code for name in swapped), path
 
 

@@ -57,7 +57,7 @@ def test_one_more_column(backend, half):
 def test_packed(backend):
     q, k, v, sink = draw(9, 4, 8), draw(8, 2, 8), draw(8, 2, 8), SINKS.clone()
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 4, 9], [0, 5, 8, 8]))
-    out, lse = flashsci.varlen_attention(q, k, v, cu_q, cu_k, sink=sink, return_lse=True, backend=backend)  # fmt: skip
+    out, lse = flashsci.varlen_attention(q, k, v, cu_q, cu_k, sink=sink, return_lse=True, backend=backend)
     first = naive(*(x[:n].transpose(0, 1) for x, n in ((q, 4), (k, 5), (v, 5))), sink=sink)
     agree(out[:4].transpose(0, 1), first[0])
     agree(lse[:, :4], first[1])
@@ -166,7 +166,7 @@ def test_refusals():
         (ValueError, "sink is on meta", dict(sink=SINKS.to("meta"))),
         (flashsci.BackendError, "no attention sinks", dict(sink=SINKS, backend="sdpa")),
         (flashsci.BackendError, "key weights beside a sink", dict(sink=SINKS, key_weight=weight, backend="triton")),
-    ):  # fmt: skip
+    ):
         with pytest.raises(kind, match=words):
             flashsci.attention(half, half, half, **given)
     assert flashsci.explain(q, q, q, sink=SINKS).chosen == "reference"

@@ -47,9 +47,9 @@ def test_functional_transforms(backend):
     for a, b, c in zip(found, pull(torch.ones(())), wanted, strict=True):
         torch.testing.assert_close(a, c)
         torch.testing.assert_close(b, c)
-    jacobian = torch.func.jacrev(
-        lambda x: flashsci.attention(x, k.detach(), v.detach(), backend=backend).sum(-1)
-    )(q.detach())
+    jacobian = torch.func.jacrev(lambda x: flashsci.attention(x, k.detach(), v.detach(), backend=backend).sum(-1))(
+        q.detach()
+    )
     assert jacobian.shape == (1, 2, 5, 1, 2, 5, 8)
     torch.testing.assert_close(
         jacobian.sum((0, 1, 2)),
@@ -63,9 +63,7 @@ def test_vmap(backend):
     call = lambda q, k, v: flashsci.attention(q, k, v, causal=True, backend=backend)  # noqa: E731
     truth = call(q, k, v)
     torch.testing.assert_close(torch.vmap(call)(q, k, v), truth)
-    torch.testing.assert_close(
-        torch.vmap(call, in_dims=(0, None, None))(q, k[0], v[0]), call(q, k[:1], v[:1])
-    )
+    torch.testing.assert_close(torch.vmap(call, in_dims=(0, None, None))(q, k[0], v[0]), call(q, k[:1], v[:1]))
     per_sample = torch.vmap(torch.func.grad(lambda q, k, v: call(q, k, v).sum()))(q, k, v)
     leaf = q.clone().requires_grad_()
     torch.testing.assert_close(per_sample, torch.autograd.grad(call(leaf, k, v).sum(), leaf)[0])

@@ -82,9 +82,7 @@ def serves(entry, name, backend):
         return True
     if backend == "triton":
         return entry in ("attention", "attention_backward", "sdpa") and name != "dropout_seed"
-    return entry == "sdpa" or (
-        entry == "attention" and name in ("q", "k", "v", "bias", "mask", "key_weight")
-    )
+    return entry == "sdpa" or (entry == "attention" and name in ("q", "k", "v", "bias", "mask", "key_weight"))
 
 
 def lacks(entry, name, backend):
@@ -98,9 +96,7 @@ SERVED = [(e, n, b) for e, n in HAVE for b in BACKENDS if serves(e, n, b)]
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    "entry, name, backend", [x for x in SERVED if ENTRIES[x[0]].rules[x[1]].reverse]
-)
+@pytest.mark.parametrize("entry, name, backend", [x for x in SERVED if ENTRIES[x[0]].rules[x[1]].reverse])
 def test_derivatives_are_right_in_every_mode(entry, name, backend):
     """Against finite differences, in fp64: gradients, tangents (also mapped ones), second derivatives."""
     rule = ENTRIES[entry].rules[name]
@@ -132,16 +128,12 @@ def test_derivatives_are_right_in_every_mode(entry, name, backend):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    "entry, name, backend", [x for x in SERVED if x[1:] != ("key_weight", "eager")]
-)
+@pytest.mark.parametrize("entry, name, backend", [x for x in SERVED if x[1:] != ("key_weight", "eager")])
 def test_mapped_calls_are_those_of_each_sample(entry, name, backend):
     call, x = given(entry, name)
     samples = torch.stack([x, x.roll(1, -1)])
     if name.startswith("cu_seqlens"):  # on the CPU their values are checked
-        with pytest.raises(
-            ValueError, match=f"torch.vmap maps {name}, whose values the host reads"
-        ):
+        with pytest.raises(ValueError, match=f"torch.vmap maps {name}, whose values the host reads"):
             func.vmap(call_of(call, backend))(samples)
         return
     each = [first(call(x, backend)) for x in samples]
@@ -198,9 +190,7 @@ def test_derivatives_by_slopes_are_the_references(packed_call, mode):
         call("auto")(slopes)
         with pytest.raises(flashsci.BackendError, match="ALiBi slopes have no gradient"):
             pytest.fail(f"{way}: {ask(call('triton'), slopes)}")
-        for a, b in zip(
-            flat(ask(call("auto"), slopes)), flat(ask(call("reference"), slopes)), strict=True
-        ):
+        for a, b in zip(flat(ask(call("auto"), slopes)), flat(ask(call("reference"), slopes)), strict=True):
             assert torch.equal(a, b), way
         ask(chosen, slopes)
         assert set(names) == {"reference"}, way
@@ -230,7 +220,7 @@ def test_grad_mode_is_that_of_each_level():
         func.grad(lambda y: look(x) + y)(torch.zeros(()))
         func.vmap(lambda y: look(x) + y)(torch.zeros(2))
     func.vmap(lambda y: look(x) + y)(torch.zeros(2))
-    assert seen == [Asked.NOTHING, Asked.NOTHING, Asked.REVERSE, Asked.NOTHING, Asked.NOTHING, Asked.REVERSE]  # fmt: skip
+    assert seen == [Asked.NOTHING, Asked.NOTHING, Asked.REVERSE, Asked.NOTHING, Asked.NOTHING, Asked.REVERSE]
     assert torch.is_grad_enabled() and not torch._C._functorch.get_dynamic_layer_stack_depth()
 
 
@@ -350,10 +340,7 @@ def test_dtensors_are_refused_by_name(mesh):
     from torch.distributed.tensor import DTensor, Replicate
 
     whole = {n: (f, rules, tensors) for n, (rules, tensors, f) in WITHOUT.items()}
-    calls = [
-        (lambda f=f, **x: f(**x, backend="reference"), tensors(), rules)
-        for f, rules, tensors in whole.values()
-    ]
+    calls = [(lambda f=f, **x: f(**x, backend="reference"), tensors(), rules) for f, rules, tensors in whole.values()]
     for entry in ("attention", "varlen_attention", "residual_attention", "attention_backward"):
         needed, others = CALLS[entry][0]()
         calls.append((lambda f=CALLS[entry][1], **x: f(**x), needed | others, entry))
@@ -361,10 +348,6 @@ def test_dtensors_are_refused_by_name(mesh):
     for call, tensors, entry in calls:
         for name, x in tensors.items():
             part = DTensor.from_local(x, mesh, [Replicate()])
-            shown = (
-                {"query": "q", "key": "[qk]", "value": "v"}.get(name, name)
-                if entry == "sdpa"
-                else name
-            )
+            shown = {"query": "q", "key": "[qk]", "value": "v"}.get(name, name) if entry == "sdpa" else name
             with pytest.raises(TypeError, match=f"^{shown} is a DTensor, .* flashsci.distributed"):
                 call(**tensors | {name: part})

@@ -41,8 +41,11 @@ def fresh(code: str, **environment: str) -> str:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PREAMBLE) + textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": path, **environment},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

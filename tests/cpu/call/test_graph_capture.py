@@ -48,10 +48,15 @@ READING = {
     "packed backward": packed_backward,
     "packed, 8 bits": eight_bits,
     "paged": lambda: flashsci.paged_attention(
-        rows(), *torch.randn(2, 2, 16, 1, 8), block_table=TABLE, seqused_k=LENGTHS, cu_seqlens_q=OFFSETS, backend="reference"
+        rows(),
+        *torch.randn(2, 2, 16, 1, 8),
+        block_table=TABLE,
+        seqused_k=LENGTHS,
+        cu_seqlens_q=OFFSETS,
+        backend="reference",
     ),
     "slots": write,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", READING)
@@ -59,9 +64,7 @@ def test_refused_in_a_capture(name, monkeypatch):
     READING[name]()
     monkeypatch.setattr(host_reads, "is_captured", lambda x: True)
     what = "slots" if name == "slots" else "lengths"
-    with pytest.raises(
-        flashsci.BackendError, match=f"reads {what} on the host.*use backend='triton'"
-    ):
+    with pytest.raises(flashsci.BackendError, match=f"reads {what} on the host.*use backend='triton'"):
         READING[name]()
 
 
@@ -73,9 +76,7 @@ def test_dense_calls_read_nothing(monkeypatch):
 
 def test_so_is_a_validation(monkeypatch):
     monkeypatch.setattr(arguments, "is_captured", lambda x: True)
-    with pytest.raises(
-        ValueError, match=r"values of cu_seqlens_q are read on the host.*leave validate"
-    ):
+    with pytest.raises(ValueError, match=r"values of cu_seqlens_q are read on the host.*leave validate"):
         flashsci.varlen_attention(rows(), rows(), rows(), OFFSETS, validate=True, backend="triton")
 
 

@@ -21,7 +21,7 @@ def bytes_of(x: torch.Tensor) -> list[int]:
 def view(of: torch.Tensor, choose: random.Random) -> torch.Tensor:
     """Any view of a buffer of 96 bytes."""
     x = of.view(choose.choice((torch.uint8, torch.int16, torch.float32)))
-    shape = [choose.randint(0 if choose.random() < 0.05 else 1, 4) for _ in range(choose.randint(0, 3))]  # fmt: skip
+    shape = [choose.randint(0 if choose.random() < 0.05 else 1, 4) for _ in range(choose.randint(0, 3))]
     strides = [choose.randint(0, 6) for _ in shape]
     end = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if end >= x.numel():
@@ -39,9 +39,7 @@ def test_views_of_one_buffer(seed):
         shared += truth
         assert memory.share(a, b) == memory.share(b, a) == truth, (a.stride(), b.stride())
         places = bytes_of(a)
-        assert memory.folds(a) or len(set(places)) == len(
-            places
-        )  # strides that nest say it exactly
+        assert memory.folds(a) or len(set(places)) == len(places)  # strides that nest say it exactly
         spans = memory.Spans(a, (None, b))
         assert spans.cross(a, (None, b)) or not truth
         assert memory.span(a) == (max(places) + 1 - min(places) if places else 0)

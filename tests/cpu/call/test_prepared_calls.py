@@ -127,7 +127,7 @@ def test_forward_gives_every_call_its_own_addresses(made, heads_last):
     out, lse = run(second)
     (call,) = library.calls
     q, k, v, bias, _, mask, *_ = second
-    expected = dict(q=q, k=k, v=v, bias=bias, mask=mask, cu_seqlens_q=None, cu_seqlens_k=None, out=out, lse=lse)  # fmt: skip
+    expected = dict(q=q, k=k, v=v, bias=bias, mask=mask, cu_seqlens_q=None, cu_seqlens_k=None, out=out, lse=lse)
     assert call == {
         "prepared": run.kept.data_ptr(),
         **{n: address(x) for n, x in expected.items()},
@@ -140,9 +140,7 @@ def test_forward_gives_every_call_its_own_addresses(made, heads_last):
     assert made["cuda_prepared_forward"][8:] == ("options",)
 
 
-@pytest.mark.parametrize(
-    "need", [NEED_Q | NEED_K | NEED_V | NEED_BIAS, NEED_Q | NEED_K | NEED_V, NEED_BIAS, NEED_K]
-)
+@pytest.mark.parametrize("need", [NEED_Q | NEED_K | NEED_V | NEED_BIAS, NEED_Q | NEED_K | NEED_V, NEED_BIAS, NEED_K])
 def test_backward_gives_every_call_its_own_addresses(made, need):
     library, first, second = Library(True), tensors(heads_last=True), tensors(heads_last=True)
     out, lse, dout = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5), torch.randn(2, 3, 5, 8)
@@ -162,7 +160,7 @@ def test_backward_gives_every_call_its_own_addresses(made, need):
     for i, like in enumerate((q, k, v, bias)):
         assert (found[i] is not None) == bool(need >> i & 1)
         if found[i] is not None:
-            assert (found[i].shape, found[i].stride(), found[i].dtype) == (like.shape, like.stride(), like.dtype)  # fmt: skip
+            assert (found[i].shape, found[i].stride(), found[i].dtype) == (like.shape, like.stride(), like.dtype)
     arguments = made["cuda_prepared_backward"]
     for i, given in enumerate(arguments[11:15]):
         assert (given is None) == (found[i] is None)
@@ -223,11 +221,9 @@ def test_what_is_not_prepared(monkeypatch, made):
     given = tensors()
     assert isinstance(cuda.prepared_forward(given, SCALARS), prepared.Forward)
     empty = given._replace(k=given.k[:, :, :0], v=given.v[:, :, :0], bias=given.bias[..., :0])
-    for other in (empty, given._replace(q=given.q[:, :, :0]), given._replace(key_weight=given.q[..., 0])):  # fmt: skip
+    for other in (empty, given._replace(q=given.q[:, :, :0]), given._replace(key_weight=given.q[..., 0])):
         assert not isinstance(cuda.prepared_forward(other, SCALARS), prepared.Forward)
-    assert not isinstance(
-        cuda.prepared_forward(given, SCALARS._replace(dropout_p=0.5)), prepared.Forward
-    )
+    assert not isinstance(cuda.prepared_forward(given, SCALARS._replace(dropout_p=0.5)), prepared.Forward)
 
     def backward(dout, out, lse, tensors=given):
         return cuda.prepared_backward(dout, None, Saved(tensors, out, lse, SCALARS), 7)
@@ -236,7 +232,7 @@ def test_what_is_not_prepared(monkeypatch, made):
     columns = torch.randn(2, 3, 8, 5).transpose(-1, -2)
     assert isinstance(backward(out, out, lse), prepared.Backward)
     assert isinstance(backward(None, out, lse), prepared.Backward)
-    for other in ((columns, out, lse), (out, columns, lse), (out, out, torch.randn(2, 5, 3).transpose(1, 2))):  # fmt: skip
+    for other in ((columns, out, lse), (out, columns, lse), (out, out, torch.randn(2, 5, 3).transpose(1, 2))):
         assert not isinstance(backward(*other), prepared.Backward)
     assert not isinstance(backward(out, out, lse, empty), prepared.Backward)
     monkeypatch.setattr(cuda.library, "fills_results", lambda: True)

@@ -21,8 +21,13 @@ def sequences(q, k, cu_q, cu_k):
 
 def options_of(scale, softcap, left, right, lower_right, bias, mask):
     return {
-        "scale": scale, "softcap": softcap, "window": (left, right), "lower_right": lower_right, "bias": bias, "mask": mask,
-    }  # fmt: skip
+        "scale": scale,
+        "softcap": softcap,
+        "window": (left, right),
+        "lower_right": lower_right,
+        "bias": bias,
+        "mask": mask,
+    }
 
 
 class Plain:
@@ -34,7 +39,9 @@ class Plain:
     def __call__(self, name):
         return getattr(self, name)
 
-    def cuda_forward(self, q, k, v, bias, mask, cu_q, cu_k, max_q, max_k, scale, softcap, left, right, lower_right, tf32, generation):  # fmt: skip
+    def cuda_forward(
+        self, q, k, v, bias, mask, cu_q, cu_k, max_q, max_k, scale, softcap, left, right, lower_right, tf32, generation
+    ):
         options = options_of(scale, softcap, left, right, lower_right, bias, mask)
         out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
         lse = torch.full(q.shape[:-1], -torch.inf)
@@ -49,23 +56,17 @@ class Plain:
     def cuda_backward(self, dout, dlse, q, k, v, bias, mask, cu_q, cu_k, out, lse, max_q, max_k, scale, softcap, left, right, lower_right, tf32,
                       deterministic, generation, need):  # fmt: skip
         if generation == 90 and mask is not None and bias is not None:
-            raise RuntimeError(
-                "no kernel of generation sm90 serves this call on compute capability 9.0"
-            )
+            raise RuntimeError("no kernel of generation sm90 serves this call on compute capability 9.0")
         options = options_of(scale, softcap, left, right, lower_right, bias, mask)
         dout = torch.zeros_like(out) if dout is None else dout
-        found = [torch.zeros_like(x) for x in (q, k, v)] + (
-            [] if bias is None else [torch.zeros_like(bias)]
-        )
+        found = [torch.zeros_like(x) for x in (q, k, v)] + ([] if bias is None else [torch.zeros_like(bias)])
         if cu_q is not None and int(cu_q.min()) < 0:
             return found  # offsets of any contents
         for rows, keys in sequences(q, k, cu_q, cu_k):
             r, c = (..., rows, slice(None)), (..., keys, slice(None))
             row = (..., rows)
             one = None if dlse is None else dlse[row]
-            some, _ = gradients(
-                dout[r], q[r], k[c], v[c], out[r], lse[row], one, torch.float32, **options
-            )
+            some, _ = gradients(dout[r], q[r], k[c], v[c], out[r], lse[row], one, torch.float32, **options)
             for x, y, at in zip(found, some, (r, c, c, (...,)), strict=False):
                 x[at] = y.to(x.dtype)
         self.wrong(*found)
@@ -100,9 +101,7 @@ def test_honest_calls_pass(plain, window, lower_right):
     findings.done()
 
 
-@pytest.mark.parametrize(
-    "call, tensor", [(forward, 0), (forward, 1), *((backward, i) for i in range(4))]
-)
+@pytest.mark.parametrize("call, tensor", [(forward, 0), (forward, 1), *((backward, i) for i in range(4))])
 @pytest.mark.parametrize("kind", ["one cell", "nan", "3 %"])
 def test_wrong_results_are_found(plain, call, tensor, kind):
     def wrong(*results):

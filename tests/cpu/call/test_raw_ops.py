@@ -29,9 +29,14 @@ def ints(*values, dtype=torch.int32):
 def dense():
     q, k, v = (torch.randn(2, h, n, d) for h, n, d in ((4, 5, 16), (2, 7, 16), (2, 7, 8)))
     return {
-        "q": q, "k": k, "v": v, "out": torch.randn(2, 4, 5, 8), "dout": torch.randn(2, 4, 5, 8),
-        "lse": torch.randn(2, 4, 5), "dlse": torch.randn(2, 4, 5),
-    }  # fmt: skip
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": torch.randn(2, 4, 5, 8),
+        "dout": torch.randn(2, 4, 5, 8),
+        "lse": torch.randn(2, 4, 5),
+        "dlse": torch.randn(2, 4, 5),
+    }
 
 
 def packed():
@@ -50,9 +55,7 @@ def call(op, values):
     if op == "forward":
         return raw.triton_forward(*of(NAMES), *scalars)
     if op == "backward":
-        return raw.triton_backward(
-            *of(("dout", "dlse", *NAMES, "out", "lse")), *scalars, values.get("need", 31)
-        )
+        return raw.triton_backward(*of(("dout", "dlse", *NAMES, "out", "lse")), *scalars, values.get("need", 31))
     if op == "jvp":
         return raw.triton_jvp(*of((*TANGENTS, *NAMES, "out", "lse")), *scalars)
     return raw.triton_double_backward(
@@ -123,7 +126,7 @@ PACKED = (
     ("must be \\[1 or 4, pairs\\]", {"bias": R(4, 1, 7), "bias_offsets": ints(0, 8, 17, dtype=torch.int64)}),
     ("bias_offsets must be torch.int64", {"bias": R(4, 17), "bias_offsets": ints(0, 8, 17)}),
     ("bias_offsets must have shape", {"bias": R(4, 17), "bias_offsets": ints(0, 17, dtype=torch.int64)}),
-)  # fmt: skip
+)
 RESULTS = (
     ("out must have shape", {"out": R(2, 4, 5, 16)}),
     ("out must be torch.float32", {"out": R(2, 4, 5, 8).half()}),
@@ -188,9 +191,7 @@ def test_a_call_that_was_fine_does_not_let_others_through(op):
 def test_a_triton_op_takes_any_strides(op, name):
     """Copied where kernels need neighbours in memory; NaN and large numbers lie between."""
     values = packed()
-    values.update(
-        tq=torch.randn_like(values["q"]), dropout_p=0.5, dropout_seed=ints(3, 4, dtype=torch.int64)
-    )
+    values.update(tq=torch.randn_like(values["q"]), dropout_p=0.5, dropout_seed=ints(3, 4, dtype=torch.int64))
     x = values[name]
     junk = float("nan") if x.is_floating_point() else 77
     odd = torch.stack([torch.full_like(x, junk), x], -1)[..., 1]
@@ -201,7 +202,7 @@ def test_a_triton_op_takes_any_strides(op, name):
 @pytest.mark.parametrize("op", ["forward", "backward", "jvp", "double_backward"])
 @pytest.mark.parametrize(
     "starts", [[0], [0, 5], [0, 0, 5], [3, 1, 4], [-5, 2, 99], [0, 2**31 - 1, 5], [-(2**31), 0, 5], [9, 9, 9]]
-)  # fmt: skip
+)
 def test_offsets_that_are_wrong_stay_in_bounds(op, starts):
     """Wrong rows at most: kernels clamp. The tensors around hold NaN, and so would what is read there."""
     values = packed()
@@ -228,18 +229,14 @@ def test_longest_lengths_are_hints(lengths):
 
 
 def cuda_arguments(values, need=None):
-    tensors = [
-        values.get(n) for n in ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k")
-    ]
+    tensors = [values.get(n) for n in ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k")]
     scalars = [-1, -1, 0.25, 0.0, -1, -1, False, False]
     if need is None:
         return (*tensors, *scalars, 0)
     return (values["dout"], None, *tensors, values["out"], values["lse"], *scalars, False, 0, need)
 
 
-@pytest.mark.skipif(
-    cuda.library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)"
-)
+@pytest.mark.skipif(cuda.library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)")
 @pytest.mark.parametrize("values", [dense(), packed()], ids=["dense", "packed"])
 def test_cuda_ops_refuse_cpu_tensors(values):
     assert cuda.build_info() is not None
@@ -255,9 +252,7 @@ def test_cuda_ops_refuse_cpu_tensors(values):
         namespace.cuda_forward(*cuda_arguments(values)[:-3])
 
 
-@pytest.mark.skipif(
-    cuda.library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)"
-)
+@pytest.mark.skipif(cuda.library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)")
 @pytest.mark.parametrize("values", [dense(), packed()], ids=["dense", "packed"])
 def test_cuda_ops_on_meta_tensors(values):
     """Their fake kernels: shapes, dtypes and strides, for compilers."""

@@ -94,7 +94,7 @@ def test_alike_calls_are_repeats_with_their_own_results(planned, options, grad):
     due = call(*tensors, **more)
     assert len(planned) == before + 1
     found, due = (x if isinstance(x, tuple) else (x,) for x in (found, due))
-    leaves = [x for x in (*tensors, *more.values()) if isinstance(x, torch.Tensor) and x.requires_grad]  # fmt: skip
+    leaves = [x for x in (*tensors, *more.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
     if grad:
         found += torch.autograd.grad(sum(x.sin().sum() for x in found), leaves)
         due += torch.autograd.grad(sum(x.sin().sum() for x in due), leaves)
@@ -219,8 +219,10 @@ def test_what_torch_is_about_makes_another_call(planned, name, monkeypatch):
     """In a context the call is planned there; after it the earlier one is repeated again. By "auto", which all of them concern."""
     chosen = choose.choose
     monkeypatch.setattr(
-        choose, "choose", lambda problem, name, strict: named("triton") if name == "auto" else chosen(problem, name, strict)
-    )  # fmt: skip
+        choose,
+        "choose",
+        lambda problem, name, strict: named("triton") if name == "auto" else chosen(problem, name, strict),
+    )
     tensors = draw(grad=True)
     warm(*tensors, backend="auto")
     before = len(planned)
@@ -367,7 +369,7 @@ def test_addresses_are_those_of_the_call():
     with no_launches():
 
         def run(*addresses):
-            seen.append(dict(zip(prepared.PARAMETERS["flashsci_run_forward"], addresses, strict=True)))  # fmt: skip
+            seen.append(dict(zip(prepared.PARAMETERS["flashsci_run_forward"], addresses, strict=True)))
             return 1
 
         cuda.library.handle.flashsci_run_forward = run
@@ -395,7 +397,9 @@ def test_packed_calls_are_repeats():
 
         def step(validate=False, more=None):
             q, k, v = draw(*((6, 4, 8),) * 3, grad=True)
-            out, lse = flashsci.varlen_attention(q, k, v, offsets, more, return_lse=True, validate=validate, backend="cuda")  # fmt: skip
+            out, lse = flashsci.varlen_attention(
+                q, k, v, offsets, more, return_lse=True, validate=validate, backend="cuda"
+            )
             assert (out.shape, out.stride(), lse.shape) == ((6, 4, 8), (32, 8, 1), (4, 6))
             for x in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)):
                 assert x.shape == (6, 4, 8)
@@ -430,7 +434,7 @@ def test_packed_repeats_are_right_to_second_order(monkeypatch):
     tensors = draw(*((8, 2, 4),) * 3, grad=True)
 
     def step():
-        out, lse = flashsci.varlen_attention(*tensors, offsets, offsets, causal=True, return_lse=True, backend="triton")  # fmt: skip
+        out, lse = flashsci.varlen_attention(*tensors, offsets, offsets, causal=True, return_lse=True, backend="triton")
         loss = out.sin().sum() + lse.cos().sum()
         first = torch.autograd.grad(loss, tensors, create_graph=True)
         plain = torch.autograd.grad(out, tensors[:2], torch.ones_like(out), retain_graph=True)
@@ -536,8 +540,7 @@ def same(a, b):
     if isinstance(a, tuple) or isinstance(b, tuple):
         return a == b
     return len(a) == len(b) and all(
-        torch.equal(x[0], y[0]) and x[1:] == y[1:] and x[0].dtype == y[0].dtype
-        for x, y in zip(a, b, strict=True)
+        torch.equal(x[0], y[0]) and x[1:] == y[1:] and x[0].dtype == y[0].dtype for x, y in zip(a, b, strict=True)
     )
 
 
@@ -555,7 +558,7 @@ def formulas():
         plans.plans.clear()
 
 
-@given(kinds=st.lists(KINDS, min_size=1, max_size=3), order=st.lists(st.integers(0, 2), min_size=4, max_size=14))  # fmt: skip
+@given(kinds=st.lists(KINDS, min_size=1, max_size=3), order=st.lists(st.integers(0, 2), min_size=4, max_size=14))
 def test_nobody_can_tell_a_repeat(formulas, kinds, order):
     """Sequences of few kinds of calls, and so with many repeats, with and without what was kept."""
     sequence = [kinds[i % len(kinds)] for i in order]
@@ -585,7 +588,7 @@ OTHER_VALUES = dict(
 @pytest.mark.parametrize("entry", [flashsci.attention, flashsci.varlen_attention])
 def test_no_argument_is_overlooked(entry):
     """Also one that is added later: it needs a value here, by which its call is another."""
-    offsets = {} if entry is flashsci.attention else {"cu_seqlens_q": torch.tensor([0, 2, 6], dtype=torch.int32)}  # fmt: skip
+    offsets = {} if entry is flashsci.attention else {"cu_seqlens_q": torch.tensor([0, 2, 6], dtype=torch.int32)}
     tensors = draw(*((6, 4, 8),) * 3) if offsets else draw()
     found = []
 

@@ -110,9 +110,7 @@ def test_save_on_cpu_to_second_order(backend):
     inputs = leaves()
 
     def gradients():
-        (force,) = torch.autograd.grad(
-            attend(backend, *inputs).square().sum(), inputs[0], create_graph=True
-        )
+        (force,) = torch.autograd.grad(attend(backend, *inputs).square().sum(), inputs[0], create_graph=True)
         return torch.autograd.grad(force.square().sum(), inputs)
 
     wanted = gradients()
@@ -126,10 +124,7 @@ def test_save_on_cpu_to_second_order(backend):
 @pytest.mark.parametrize("needed", [(0,), (1, 2), (3,)])
 def test_second_order_of_what_is_needed(backend, needed):
     """A recorded backward through some inputs only."""
-    truth, found = (
-        [x.detach().requires_grad_(i in needed) for i, x in enumerate(inputs)]
-        for inputs in [leaves()] * 2
-    )
+    truth, found = ([x.detach().requires_grad_(i in needed) for i, x in enumerate(inputs)] for inputs in [leaves()] * 2)
     results = []
     for name, inputs in (("reference", truth), (backend, found)):
         wanted = [x for x in inputs if x.requires_grad]

@@ -99,9 +99,7 @@ def test_forward_mode_of_some_inputs():
 
         def call(backend, *some, chosen=chosen):
             given = dict(zip(chosen, some, strict=True))
-            return attend(backend, return_lse=True)(
-                *(given.get(i, x) for i, x in enumerate(tensors))
-            )
+            return attend(backend, return_lse=True)(*(given.get(i, x) for i, x in enumerate(tensors)))
 
         primals = tuple(tensors[i] for i in chosen)
         tangents = tuple(torch.randn_like(x) for x in primals)
@@ -117,9 +115,7 @@ def test_dual_numbers():
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(k, direction)
         for returned in (False, True):
-            found, truth = (
-                attend(b, return_lse=returned)(q, dual, v) for b in ("triton", "reference")
-            )
+            found, truth = (attend(b, return_lse=returned)(q, dual, v) for b in ("triton", "reference"))
             for a, b in zip(found, truth, strict=True) if returned else ((found, truth),):
                 a, b = (torch.autograd.forward_ad.unpack_dual(x).tangent for x in (a, b))
                 close(a, b)
@@ -136,13 +132,15 @@ TRANSFORMS = {
     "grad of a gradient's norm": lambda f: torch.func.grad(
         lambda *x: torch.func.grad(f)(*x).square().sum(), argnums=(0, 1, 2)
     ),
-    "jvp of grad": lambda f: lambda *x: torch.func.jvp(torch.func.grad(f, argnums=(0, 1)), x, tuple(y.cos() for y in x)),
+    "jvp of grad": lambda f: (
+        lambda *x: torch.func.jvp(torch.func.grad(f, argnums=(0, 1)), x, tuple(y.cos() for y in x))
+    ),
     "vjp of grad": lambda f: lambda *x: torch.func.vjp(torch.func.grad(f), *x)[1](x[0].cos()),
     "grad of jvp": lambda f: torch.func.grad(
         lambda *x: torch.func.jvp(f, x, tuple(y.cos() for y in x))[1], argnums=(0, 1, 2)
     ),
     "linearize": lambda f: lambda *x: torch.func.linearize(f, *x)[1](*(y.cos() for y in x)),
-}  # fmt: skip
+}
 
 
 def leaves_of(x):
@@ -154,10 +152,7 @@ def leaves_of(x):
 def test_transforms(name, rank):
     """Also where nested vmaps leave no leading dim free (rank 4)."""
     tensors = inputs(rank=rank, seq=(2, 3), grad=False)
-    found, truth = (
-        leaves_of(TRANSFORMS[name](total(b, causal=True))(*tensors))
-        for b in ("triton", "reference")
-    )
+    found, truth = (leaves_of(TRANSFORMS[name](total(b, causal=True))(*tensors)) for b in ("triton", "reference"))
     assert len(found) == len(truth) > 0
     for a, b in zip(found, truth, strict=True):
         close(a, b, name)
@@ -244,9 +239,7 @@ def test_checkpointed_force_training():
         return torch.autograd.grad(force.square().sum(), (q, k, v))
 
     plain = attend("triton")
-    for a, b in zip(
-        loss(lambda *x: checkpoint(plain, *x, use_reentrant=False)), loss(plain), strict=True
-    ):
+    for a, b in zip(loss(lambda *x: checkpoint(plain, *x, use_reentrant=False)), loss(plain), strict=True):
         assert torch.equal(a, b)
 
 
@@ -294,9 +287,7 @@ def weighted(backend, **options):
     """Attention of q, k, v, key_weight and perhaps a bias."""
 
     def call(q, k, v, w, bias=None):
-        return flashsci.attention(
-            q, k, v, key_weight=w, bias=bias, return_lse=True, backend=backend, **options
-        )
+        return flashsci.attention(q, k, v, key_weight=w, bias=bias, return_lse=True, backend=backend, **options)
 
     return call
 
@@ -400,9 +391,7 @@ def test_third_order_raises_whatever_is_differentiated():
     for wanted in range(5):
         out = attend("triton")(q, k, v, bias)
         first = torch.autograd.grad(out, (q, k, v, bias), dout, create_graph=True)
-        second = torch.autograd.grad(
-            sum(x.sin().sum() for x in first), (q, k, v, bias, dout), create_graph=True
-        )
+        second = torch.autograd.grad(sum(x.sin().sum() for x in first), (q, k, v, bias, dout), create_graph=True)
         with pytest.raises(flashsci.BackendError, match="third derivative"):
             torch.autograd.grad(second[wanted].sum(), (q, k, v, bias)[(wanted + 1) % 4])
 
@@ -435,9 +424,7 @@ def test_a_graph_of_the_second_derivative_may_be_made_and_dropped():
 def test_forward_over_forward_raises():
     q, k, v = inputs(grad=False)
     jacobian = torch.func.jacfwd(torch.func.jacfwd(lambda q: total("triton")(q, k, v)))
-    with pytest.raises(
-        flashsci.BackendError, match=r"forward mode over.*jacfwd\(torch.func.jacrev"
-    ):
+    with pytest.raises(flashsci.BackendError, match=r"forward mode over.*jacfwd\(torch.func.jacrev"):
         jacobian(q)
     third = torch.func.jacfwd(torch.func.hessian(lambda q: total("triton")(q, k, v)))
     with pytest.raises(flashsci.BackendError, match="forward mode over"):
@@ -465,7 +452,7 @@ def bare(monkeypatch):
     differentiate._triton_rejects.cache_clear()
 
 
-def test_triton_serves_the_second_order_of_other_backends(bare, fresh_registry):
+def test_triton_serves_the_second_order_of_other_backends(bare, fresh_choices):
     q, k, v = inputs()
     found = torch.autograd.grad(second(q, k, v, "cuda"), (q, k, v))
     for a, b in zip(found, torch.autograd.grad(second(q, k, v, "triton"), (q, k, v)), strict=True):
@@ -476,12 +463,10 @@ def test_triton_serves_the_second_order_of_other_backends(bare, fresh_registry):
     assert torch.equal(a, b)
 
 
-def test_what_triton_cannot_serve_raises_with_the_reason(bare, fresh_registry, monkeypatch):
+def test_what_triton_cannot_serve_raises_with_the_reason(bare, fresh_choices, monkeypatch):
     monkeypatch.setattr(triton, "rejects", lambda problem: "it has no kernels for this")
     q, k, v = inputs()
-    with pytest.raises(
-        flashsci.BackendError, match="triton backend, and it has no kernels for this"
-    ):
+    with pytest.raises(flashsci.BackendError, match="triton backend, and it has no kernels for this"):
         torch.autograd.grad(second(q, k, v, "cuda"), q)
 
 
@@ -508,9 +493,7 @@ def test_derivatives_of_the_public_backward_raise(wanted):
     }
     given[wanted].requires_grad_()
     found = flashsci.attention_backward(**given, backend="triton")
-    with pytest.raises(
-        flashsci.BackendError, match="second derivative, through attention_backward"
-    ):
+    with pytest.raises(flashsci.BackendError, match="second derivative, through attention_backward"):
         torch.autograd.grad(found.dk.sum(), given[wanted])
 
 

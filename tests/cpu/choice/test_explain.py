@@ -14,9 +14,7 @@ from flashsci.backends.cuda.library import library_path
 from flashsci.call.problem import problem_of
 from flashsci.choice import preferences
 
-needs_library = pytest.mark.skipif(
-    library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)"
-)
+needs_library = pytest.mark.skipif(library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)")
 
 
 @pytest.fixture
@@ -93,7 +91,7 @@ PROBLEM = flashsci.explain(DENSE, DENSE, DENSE).problem
 
 @needs_library
 def test_packed_and_8_bit_calls(hopper):
-    x, offsets = torch.empty(50, 2, 64, dtype=torch.bfloat16), torch.tensor([0, 20, 50], dtype=torch.int32)  # fmt: skip
+    x, offsets = torch.empty(50, 2, 64, dtype=torch.bfloat16), torch.tensor([0, 20, 50], dtype=torch.int32)
     found = flashsci.explain(x, x, x, cu_seqlens_q=offsets, max_seqlen_q=30, backend="cuda")
     assert found.kernel == "sm90/fwd"
     eight = x.to(torch.float8_e4m3fn)
@@ -108,7 +106,10 @@ def test_packed_and_8_bit_calls(hopper):
 def paged(page=64, **more):
     q = torch.empty(2, 8, 64, dtype=torch.bfloat16)
     cache = torch.empty(20, page, 2, 64, dtype=torch.bfloat16)
-    whole = {n: torch.zeros(*s, dtype=torch.int32) for n, s in (("block_table", (2, 4)), ("seqused_k", (2,)), ("cu_seqlens_q", (3,)))}  # fmt: skip
+    whole = {
+        n: torch.zeros(*s, dtype=torch.int32)
+        for n, s in (("block_table", (2, 4)), ("seqused_k", (2,)), ("cu_seqlens_q", (3,)))
+    }
     return flashsci.explain(q, cache, cache, **whole, max_seqlen_q=1, **more)
 
 
@@ -160,5 +161,5 @@ def test_entries():
     q = torch.empty(2, 4, 10, 16)
     asked = flashsci.explain(q, q, q, entry=flashsci.attention)
     assert asked.problem == flashsci.explain(q, q, q).problem
-    with pytest.raises(ValueError, match="attention, varlen_attention, paged_attention, residual_attention"):  # fmt: skip
+    with pytest.raises(ValueError, match="attention, varlen_attention, paged_attention, residual_attention"):
         flashsci.explain(q, q, q, entry=flashsci.sdpa)

@@ -46,9 +46,6 @@ def test_mirrors_of_structs(tmp_path):
     lines = "\n".join(f'  std::printf("%zu\\n", {question});' for question in asked)
     said = output_of(
         tmp_path,
-        '#include <cstddef>\n#include <cstdio>\n#include "flashsci_paged.h"\n'
-        f"int main() {{\n{lines}\n}}\n",
+        f'#include <cstddef>\n#include <cstdio>\n#include "flashsci_paged.h"\nint main() {{\n{lines}\n}}\n',
     )
-    assert dict(zip(asked, map(int, said.split()), strict=True)) == dict(
-        zip(asked, wanted, strict=True)
-    )
+    assert dict(zip(asked, map(int, said.split()), strict=True)) == dict(zip(asked, wanted, strict=True))

@@ -19,9 +19,7 @@ from tools.choice.rules import examples, learnt, unmeasured
 
 DEFAULTS = preferences.read(preferences.FOLDER / "defaults.json")
 HOPPER = Problem("cuda", (9, 0), torch.bfloat16, 16, 16, 24, 24)
-needs_library = pytest.mark.skipif(
-    library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)"
-)
+needs_library = pytest.mark.skipif(library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)")
 # Regret above 1.10, of nothing now.
 LEFT: dict[str, set[tuple[str, str]]] = {"sm90": set()}
 
@@ -146,10 +144,7 @@ def of_forms(problem):
 def test_a_rule_reaches_no_bias_of_a_form_without_records(shape, saved):
     """However much it saves on others: kernels treat each form in a way of its own."""
     times = {"sdpa": (20.0, 50.0), "eager": (2.0, 3.0)}
-    many = [
-        records(times, Sk=n, **({} if shape is None else {"bias": [*shape[:-1], n]}))
-        for n in range(33, 41)
-    ]
+    many = [records(times, Sk=n, **({} if shape is None else {"bias": [*shape[:-1], n]})) for n in range(33, 41)]
     cases = read(saved([*itertools.chain(*many), *NARROW]))
     (rule,) = learnt("none", cases).calls
     own = cases[0].problem
@@ -163,9 +158,7 @@ def test_calls_that_nobody_measured_have_a_bias_of_every_form(batch, saved):
     """Those that are like a call of one batch member, too, where sharing is by heads."""
     cases = read(saved(records({"sdpa": (10.0, 20.0)}, B=batch)))
     points = unmeasured(cases, examples(cases, "calls", (DEFAULTS,)), "calls")
-    near = [
-        p for p in points if (p["seq_k"], p["head_dim"], p["batch_heads"]) == (32, 160, 4 * batch)
-    ]
+    near = [p for p in points if (p["seq_k"], p["head_dim"], p["batch_heads"]) == (32, 160, 4 * batch)]
     assert {p["bias"] for p in near} == {"none", "keys", "shared", "pairs"}
 
 
@@ -181,9 +174,7 @@ def test_what_failed_its_check_is_never_learnt_and_always_told(saved):
         r["gate"] = "failed: dq: error 3 > 2" if r["backend"] == "sdpa" else "passed"
         r["time_us"] = None if r["backend"] == "sdpa" else {"median": 9.0}
     found = regrets(read(saved(broken)), (DEFAULTS,))
-    assert {r.ratio for r in found} == {None} and "sdpa, wrong or without gradients" in report(
-        found
-    )
+    assert {r.ratio for r in found} == {None} and "sdpa, wrong or without gradients" in report(found)
 
 
 def test_a_forward_without_gradients_is_no_choice_for_training(saved):
@@ -246,15 +237,11 @@ def test_paged_kernels_decode(capability):
 
 
 def test_conditions():
-    rule = preferences.Rule(
-        {"seq_k": [8, None], "bias": ["keys", "none"], "bits": 16}, ("sdpa",), ""
-    )
+    rule = preferences.Rule({"seq_k": [8, None], "bias": ["keys", "none"], "bits": 16}, ("sdpa",), "")
     found = preferences.features(replace(HOPPER, batch=(2,), seq_q=8, seq_k=8))
     assert rule.holds(found) and not rule.holds({**found, "seq_k": 7})
     assert not rule.holds({**found, "bias": "pairs"}) and not rule.holds({**found, "bits": 32})
-    assert not rule.holds(preferences.features(HOPPER)), (
-        "a size that is not known meets no condition"
-    )
+    assert not rule.holds(preferences.features(HOPPER)), "a size that is not known meets no condition"
     assert rule.text() == "seq_k 8 and more, bias keys or none, bits 16"
 
 

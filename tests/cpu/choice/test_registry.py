@@ -23,9 +23,7 @@ def test_explain_gives_every_backends_answer():
     assert found.chosen == "reference" and "softcap" in found.reasons["sdpa"]
     text = str(found)
     assert (
-        "-> reference can serve this call" in text
-        and "no: SDPA has no softcap" in text
-        and "sdpa > reference" in text
+        "-> reference can serve this call" in text and "no: SDPA has no softcap" in text and "sdpa > reference" in text
     )
     assert flashsci.explain(Q, Q, Q).chosen == "sdpa"
 
@@ -73,13 +71,7 @@ def test_explain_sees_what_the_call_would():
         3.0,
         0.1,
     )
-    assert (
-        p.return_lse
-        and p.requires_grad
-        and p.deterministic
-        and p.device_type == "cpu"
-        and p.capability is None
-    )
+    assert p.return_lse and p.requires_grad and p.deterministic and p.device_type == "cpu" and p.capability is None
 
 
 def test_use_backend_holds_for_this_thread_and_block():
@@ -123,22 +115,20 @@ def test_environment(monkeypatch):
     assert calls == [1], "a cached decision does not outlive the setting it was made under"
 
 
-def test_a_fallback_warns_once_for_each_reason(monkeypatch, fresh_registry):
+def test_a_fallback_warns_once_for_each_reason(monkeypatch, fresh_choices):
     cuda = backends.BACKENDS["cuda"].load()
     monkeypatch.setattr(cuda, "unavailable", lambda: "reason one")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for n in (3, 4, 5):
             flashsci.attention(*(torch.randn(1, 1, n, 8),) * 3, backend="cuda")
-    assert [str(w.message) for w in caught] == [
-        "flashsci: backend 'cuda' is unavailable, running 'triton': reason one"
-    ]
+    assert [str(w.message) for w in caught] == ["flashsci: backend 'cuda' is unavailable, running 'triton': reason one"]
     monkeypatch.setattr(cuda, "unavailable", lambda: "reason two")
     with pytest.warns(UserWarning, match="reason two"):
         flashsci.attention(*(torch.randn(1, 1, 6, 8),) * 3, backend="cuda")
 
 
-def test_a_loaded_backend_that_cannot_serve_a_call_never_falls_back(monkeypatch, fresh_registry):
+def test_a_loaded_backend_that_cannot_serve_a_call_never_falls_back(monkeypatch, fresh_choices):
     cuda = backends.BACKENDS["cuda"].load()
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
     monkeypatch.setattr(cuda, "rejects", lambda problem: "it has no bias yet")
@@ -149,7 +139,7 @@ def test_a_loaded_backend_that_cannot_serve_a_call_never_falls_back(monkeypatch,
         flashsci.attention(Q, Q, Q, bias=torch.zeros(5, 5), backend="cuda")
 
 
-def test_decisions_are_cached(monkeypatch, fresh_registry):
+def test_decisions_are_cached(monkeypatch, fresh_choices):
     asked = []
     sdpa = backends.BACKENDS["sdpa"].load()
     honest = sdpa.rejects
@@ -170,11 +160,9 @@ def test_bf16_on_turing_is_refused_by_name():
     assert "sm_75" in backends.BACKENDS["triton"].load().rejects(problem)
 
 
-def test_one_generation_of_cuda_kernels_on_request(fresh_registry):
+def test_one_generation_of_cuda_kernels_on_request(fresh_choices):
     """`auto` never asks for one; a call may, and hears why it cannot have it."""
-    assert all(
-        not {*backends.GENERATIONS, backends.OWN} & set(rule.order) for rule in DEFAULTS.calls
-    )
+    assert all(not {*backends.GENERATIONS, backends.OWN} & set(rule.order) for rule in DEFAULTS.calls)
     assert set(flashsci.explain(Q, Q, Q, backend="cuda:sm80").reasons) > {"cuda:sm80", "cuda"}
     with (
         flashsci.use_backend("cuda:sm80"),
@@ -190,9 +178,7 @@ def test_a_generation_serves_only_what_its_kernels_do(monkeypatch):
 
     units = {f"cuda/sm{g}/fwd_{d}": "" for g in (75, 80, 90) for d in ("fp16", "bf16")}
     del units["cuda/sm75/fwd_bf16"]
-    monkeypatch.setattr(
-        cuda.library, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units}
-    )
+    monkeypatch.setattr(cuda.library, "build_info", lambda: {"archs": ["75", "80", "90"], "units": units})
     hopper = Problem("cuda", (9, 0), torch.bfloat16, 2, 2, 64, 64)
     assert cuda.SM90.rejects(hopper) is None and cuda.SM80.rejects(hopper) is None
     assert "generation sm75" in cuda.SM75.rejects(hopper)
@@ -283,9 +269,7 @@ def full_build(monkeypatch):
 @pytest.mark.parametrize("head_dim", [1, 24, 33, 64, 100, 127, 128, 200, 256])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sm80_takes_bias_and_mask_at_every_head_dim(
-    no_hopper_backward, head_dim, capability, dtype
-):
+def test_sm80_takes_bias_and_mask_at_every_head_dim(no_hopper_backward, head_dim, capability, dtype):
     problem = Problem(
         "cuda",
         capability,
@@ -299,17 +283,13 @@ def test_sm80_takes_bias_and_mask_at_every_head_dim(
     assert rejects("cuda", problem) is None and rejects("cuda:sm80", problem) is None
     assert remark("cuda:sm80", problem) is None
     refusal = rejects("cuda:sm90", problem)
-    assert refusal is not None and (
-        "no gradients of this call of its own" in refusal or capability[0] == 8
-    )
+    assert refusal is not None and ("no gradients of this call of its own" in refusal or capability[0] == 8)
     elsewhere = remark("cuda", problem)
     assert (elsewhere is None) == (capability[0] == 8)
     assert elsewhere is None or "gradients come from triton: on Hopper" in elsewhere
 
 
-needs_library = pytest.mark.skipif(
-    library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)"
-)
+needs_library = pytest.mark.skipif(library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)")
 
 
 def saved_of(q, v, bias, mask, softcap=0.0, k=None):
@@ -353,9 +333,7 @@ def whose(saved, need):
         ((6, 1, 1, 23), None, torch.float32, 7, True, "cuda"),
     ],
 )
-def test_who_computes_gradients_with_a_bias_on_hopper(
-    full_build, shape, stride, dtype, need, takes, backend
-):
+def test_who_computes_gradients_with_a_bias_on_hopper(full_build, shape, stride, dtype, need, takes, backend):
     """What the Hopper backward takes, which is not always what it should. (Of up to 16 heads learnt rules speak.)"""
     from flashsci.backends.cuda import hopper_takes
 
@@ -414,9 +392,7 @@ def test_every_generated_case_has_an_answer_about_hopper(full_build):
         if case.variant.varlen:
             continue
         x = make_inputs(case, torch.device("cpu"))
-        bias, mask = (
-            None if t is None else t[(None,) * (x.q.dim() - t.dim())] for t in (x.bias, x.mask)
-        )
+        bias, mask = (None if t is None else t[(None,) * (x.q.dim() - t.dim())] for t in (x.bias, x.mask))
         saved = saved_of(x.q, x.v, bias, mask, k=x.k)
         found.add(hopper_takes(saved, 7 | (8 if x.bias is not None else 0)))
     assert found == {True, False}
@@ -456,7 +432,7 @@ def test_the_gradient_of_a_bias_of_many_members_is_summed_on_chip(full_build, ch
     given = {"shape": (17, 4, 300, 70), "bias": (1, 4, 300, 70), "mask": None, "dims": (32, 24), "need": 15, "takes": True}  # fmt: skip
     given |= changes
     *lead, rows, keys = given["shape"]
-    q, v = (torch.empty(*lead, n, d, dtype=torch.bfloat16) for n, d in zip((rows, keys), given["dims"], strict=True))  # fmt: skip
+    q, v = (torch.empty(*lead, n, d, dtype=torch.bfloat16) for n, d in zip((rows, keys), given["dims"], strict=True))
     bias = torch.empty(given["bias"], dtype=torch.bfloat16)
     mask = None if given["mask"] is None else torch.ones(given["mask"]) > 0
     k = torch.empty(*lead, keys, q.shape[-1], dtype=q.dtype)
@@ -469,7 +445,9 @@ def test_the_gradient_of_a_bias_of_many_members_is_summed_on_chip(full_build, ch
 
 
 @needs_library
-@pytest.mark.parametrize("dim, dtype, both", [(64, torch.float32, True), (64, torch.float16, False), (72, torch.float32, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "dim, dtype, both", [(64, torch.float32, True), (64, torch.float16, False), (72, torch.float32, False)]
+)
 def test_what_the_hopper_backward_takes_of_a_mask_by_pairs(dim, dtype, both):
     from flashsci.backends.cuda import hopper_takes
 
@@ -521,9 +499,7 @@ def test_explain_names_the_kernels_of_short_gradients(full_build, monkeypatch):
     own = "its gradients come from cuda (sm80 kernels): so short a call is faster by them"
     assert remark("cuda", problem) == own and own in str(explanation.explain(problem, "cuda"))
     assert remark("cuda:own", problem) == own.replace("cuda", "cuda:own")
-    assert remark("auto:triton", problem).startswith(
-        "its gradients come from cuda (sm80 kernels): measured"
-    )
+    assert remark("auto:triton", problem).startswith("its gradients come from cuda (sm80 kernels): measured")
     for name in ("cuda:sm80", "cuda:sm90"):
         assert remark(name, problem) is None, "those that were asked for"
     for change in ({"seq_k": 129}, {"batch": (2,)}, {"head_dim": 72}, {"seq_q": None}, {"varlen": True}, {"capability": (8, 0)}):  # fmt: skip
@@ -626,7 +602,11 @@ def test_gradients_are_chosen_by_the_whole_call(monkeypatch, name):
     scalars = ops.Scalars(max_seqlen_q=-1, max_seqlen_k=-1, scale=0.3, **named)
     saved = ops.Saved(ops.Tensors(q, q, q, **of), q, q[..., 0], scalars)
     seen = []
-    monkeypatch.setattr(differentiate, "gradients", lambda choice, problem, strides: seen.append(problem) or gradients.Kernels(choice.forward))  # fmt: skip
+    monkeypatch.setattr(
+        differentiate,
+        "gradients",
+        lambda choice, problem, strides: seen.append(problem) or gradients.Kernels(choice.forward),
+    )
     differentiate._gradients_of.cache_clear()
     differentiate._gradient_backend(gradients.named("cuda"), backends.kernels("cuda"), saved, 7)
     differentiate._gradients_of.cache_clear()

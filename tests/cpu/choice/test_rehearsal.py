@@ -59,7 +59,7 @@ CALLS = {
     "small": ((1000, 6, 16, 32), None, ["sm80/small"], ["sm80/small"]),
     "triangle": ((1, 384, 4, 384, 32), (1, 1, 4, 384, 384), ["sm90/triangle_fwd"], ["sm90/triangle_bwd"]),
     "bias of queries": ((8, 8, 256, 64), (8, 8, 256, 256), ["sm90/fwd"], ["sm90/bwd"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -104,21 +104,23 @@ def test_what_does_not_fit_raises():
 
 def drawn(choose: random.Random):
     batch, heads = choose.choice(((2, 4), (17, 4), (6, 8), (1, 16), (40, 2)))
-    rows, keys = choose.choice(((16, 16), (48, 24), (70, 66), (300, 70), (384, 384), (128, 200), (1000, 80)))  # fmt: skip
+    rows, keys = choose.choice(((16, 16), (48, 24), (70, 66), (300, 70), (384, 384), (128, 200), (1000, 80)))
     dim = choose.choice((16, 24, 32, 64, 128))
     dim_v = choose.choice((dim, dim, 32 if dim < 64 else 64))
     dtype = choose.choice(HALVES)
-    q, k, v = (empty(batch, heads, n, d, dtype=dtype) for n, d in ((rows, dim), (keys, dim), (keys, dim_v)))  # fmt: skip
+    q, k, v = (empty(batch, heads, n, d, dtype=dtype) for n, d in ((rows, dim), (keys, dim), (keys, dim_v)))
     bias = mask = None
     if choose.random() < 0.6:
-        shape = choose.choice((1, batch)), choose.choice((1, heads)), choose.choice((rows, rows, 1)), keys  # fmt: skip
-        bias = empty(*shape, dtype=choose.choice((dtype, torch.float32)), pad=choose.choice((0, 0, 1, 8)))  # fmt: skip
+        shape = choose.choice((1, batch)), choose.choice((1, heads)), choose.choice((rows, rows, 1)), keys
+        bias = empty(*shape, dtype=choose.choice((dtype, torch.float32)), pad=choose.choice((0, 0, 1, 8)))
     if choose.random() < 0.5:
-        shape = choose.choice((1, batch)), choose.choice((1, heads)), choose.choice((1, 1, rows)), keys  # fmt: skip
+        shape = choose.choice((1, batch)), choose.choice((1, heads)), choose.choice((1, 1, rows)), keys
         mask = empty(*shape, dtype=torch.bool, pad=choose.choice((0, 0, 16)))
     scalars = PLAIN._replace(
-        softcap=choose.choice((0.0, 0.0, 0.0, 5.0)), window_right=choose.choice((-1, -1, 0)), deterministic=choose.random() < 0.3
-    )  # fmt: skip
+        softcap=choose.choice((0.0, 0.0, 0.0, 5.0)),
+        window_right=choose.choice((-1, -1, 0)),
+        deterministic=choose.random() < 0.3,
+    )
     need = 15 if bias is not None and choose.random() < 0.7 else 7
     return q, k, v, bias, mask, scalars, need
 
@@ -129,11 +131,11 @@ def test_decisions_are_those_of_a_launch_on_the_tensors_themselves():
     for _ in range(400):
         q, k, v, bias, mask, scalars, need = drawn(choose)
         folders = kernels(q, k, v, bias, H100, scalars, mask, need)[1]
-        by_hopper = folders is not None and (folders[0].startswith("sm90/") or folders[0] == "sm80/small")  # fmt: skip
+        by_hopper = folders is not None and (folders[0].startswith("sm90/") or folders[0] == "sm80/small")
         tensors = ops.Tensors(q, k, v, bias, mask=mask)
         saved = ops.Saved(tensors, *ops.fake_forward(tensors), scalars)
         plain = bias is None and mask is None
-        assert decisions.hopper_takes(saved, need) == (plain or by_hopper), (q.shape, bias, mask, scalars)  # fmt: skip
+        assert decisions.hopper_takes(saved, need) == (plain or by_hopper), (q.shape, bias, mask, scalars)
         assert rehearsal.folders(decisions.backward(saved, need)) == folders
         seen.add(by_hopper)
     assert seen == {True, False}
@@ -199,7 +201,7 @@ def test_short_gradients_by_older_kernels():
         older = kernels(q, k, k)[1] == ("sm80/bwd",)
         problem = Problem(
             "cuda", (9, 0), torch.bfloat16, heads, heads, dim, dim, batch=(batch,), seq_q=rows, seq_k=keys
-        )  # fmt: skip
+        )
         assert (served.older_backward(problem) == 80) == older, (q.shape, k.shape)
         seen.add(older)
     assert seen == {True, False}

@@ -36,9 +36,7 @@ PLANS = {
     "return_softmax", "warp_specialize", "USE_TMA", "verify_attn_mask", "fused_bias_fc", "checkpointing",
 }  # fmt: skip
 
-COMMON = dict(
-    softmax_scale=0.7, causal=True, window_size=(1, 1), softcap=0.5, return_attn_probs=True
-)
+COMMON = dict(softmax_scale=0.7, causal=True, window_size=(1, 1), softcap=0.5, return_attn_probs=True)
 TWO = COMMON | dict(dropout_p=0.5, alibi_slopes=SLOPES)
 THREE = COMMON | dict(qv=Q, q_descale=ONES, k_descale=ONES, v_descale=ONES, attention_chunk=2)
 CACHED = dict(
@@ -151,7 +149,7 @@ for _function in (
     CALLS[_function] = (
         (Q, K, V),
         dict(attn_bias=torch.randn(2, 4, 6, 6), p=0.5, scale=0.7, op="some operator", output_dtype=torch.float64),
-    )  # fmt: skip
+    )
 
 
 def flat(x):
@@ -209,7 +207,10 @@ def test_a_value_that_asks_for_something_is_heard(function, name):
     neutral = outcome(function, positional, beside)
     assert not same(outcome(function, positional, beside | {name: value}), neutral)
     default = inspect.signature(function).parameters[name].default
-    assert same(outcome(function, positional, beside | {name: default}), outcome(function, positional, {n: x for n, x in beside.items() if n != name}))  # fmt: skip
+    assert same(
+        outcome(function, positional, beside | {name: default}),
+        outcome(function, positional, {n: x for n, x in beside.items() if n != name}),
+    )
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__qualname__)
@@ -217,21 +218,19 @@ def test_every_argument_is_probed(function):
     kinds = inspect.signature(function).parameters.values()
     optional = {p.name for p in kinds if p.default is not p.empty}
     assert optional - set(CALLS[function][1]) <= PLANS
-    assert isinstance(outcome(function, CALLS[function][0], {})[0], (torch.Tensor, tuple)), "the plain call works"  # fmt: skip
+    assert isinstance(outcome(function, CALLS[function][0], {})[0], (torch.Tensor, tuple)), "the plain call works"
 
 
 def test_every_function_is_probed():
     """What a program can import from a drop-in, but for functions whose arguments have no defaults."""
     found = set()
-    for module in (cuequivariance, deepspeed, jvp_flash_attention, xformers, fa2, fa3, steps, rotary, padding):  # fmt: skip
+    for module in (cuequivariance, deepspeed, jvp_flash_attention, xformers, fa2, fa3, steps, rotary, padding):
         for name, x in vars(module).items():
             ours = inspect.isfunction(x) and x.__module__ == module.__name__
             public = not name.startswith("_") or name.startswith("_flash_attn")
-            if ours and public and any(p.default is not p.empty for p in inspect.signature(x).parameters.values()):  # fmt: skip
+            if ours and public and any(p.default is not p.empty for p in inspect.signature(x).parameters.values()):
                 found.add(x)
-    backward = {
-        x for x in found if "backward" in x.__name__
-    }  # gradients: judged by tests of the steps
+    backward = {x for x in found if "backward" in x.__name__}  # gradients: judged by tests of the steps
     assert found - backward <= set(CALLS), found - backward - set(CALLS)
 
 
@@ -263,7 +262,7 @@ def test_every_argument_of_mha_is_heard(name):
         "use_flash_attn",
         "device",
     }  # where a cache lies, how and where the same numbers are computed
-    optional = {p.name for p in inspect.signature(mha.MHA).parameters.values() if p.default is not p.empty}  # fmt: skip
+    optional = {p.name for p in inspect.signature(mha.MHA).parameters.values() if p.default is not p.empty}
     assert optional - set(CONSTRUCTORS) <= PLANS | others
 
 
@@ -295,15 +294,17 @@ ALIKE = {
         Q[:1], K[:1], V[:1], xformers.BlockDiagonalMask.from_seqlens([k(2), k(4)], [k(1), k(5)])
     ),
     "xformers padded": lambda k: xformers.memory_efficient_attention(
-        Q[:1], K[:1], V[:1],
+        Q[:1],
+        K[:1],
+        V[:1],
         xformers.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([2, 4], 3, k([2, 3])),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_tensors_and_ints_as_options(name):
-    expected = ALIKE[name](lambda x: bool(x) if name in ("jvp tangent", "triangle aux") and x == 1 else x)  # fmt: skip
+    expected = ALIKE[name](lambda x: bool(x) if name in ("jvp tangent", "triangle aux") and x == 1 else x)
     assert same(ALIKE[name](one), expected)
     if name in ("jvp tangent", "triangle aux"):
         assert same(ALIKE[name](lambda x: x), expected), "an int for a flag"

@@ -14,9 +14,7 @@ from tests.support import standins
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "sdpa", "triton"])
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # cuequivariance_torch 0.13.0, primitives/triangle.py
-RECORDED = (
-    "triangle_attention(q, k, v, bias, mask=None, scale=None, return_aux=False, *, kv_lengths=None)"
-)
+RECORDED = "triangle_attention(q, k, v, bias, mask=None, scale=None, return_aux=False, *, kv_lengths=None)"
 
 
 def test_signatures():
@@ -50,9 +48,7 @@ def inputs(*shape):
 
 def test_without_a_mask_it_is_attention():
     q, k, v, bias = inputs()
-    torch.testing.assert_close(
-        triangle_attention(q, k, v, bias), standins.triangle_formula(q, k, v, bias)
-    )
+    torch.testing.assert_close(triangle_attention(q, k, v, bias), standins.triangle_formula(q, k, v, bias))
 
 
 def test_without_batch_the_result_has_one():
@@ -110,7 +106,7 @@ def test_auxiliary_results(masked, dtype):
     assert lse.dtype == dtype
     if masked:
         assert lse[:, 0].eq(-1e9 + math.log(6)).all()
-    for use in (lambda m: m.shape, lambda m: m + 1, lambda m: lse - m, lambda m: torch.exp(m), lambda m: m[0]):  # fmt: skip
+    for use in (lambda m: m.shape, lambda m: m + 1, lambda m: lse - m, lambda m: torch.exp(m), lambda m: m[0]):
         with pytest.raises(flashsci.BackendError, match="maximum of the scores"):
             use(maximum)
 
@@ -130,7 +126,7 @@ def test_under_compile():
     truth = triangle_attention(q, k, v, bias, mask)
     found = compiled(q, k, v, bias, mask)
     torch.testing.assert_close(found, truth)
-    for a, b in zip(*(torch.autograd.grad(x.sum(), (q, v, bias)) for x in (found, truth)), strict=True):  # fmt: skip
+    for a, b in zip(*(torch.autograd.grad(x.sum(), (q, v, bias)) for x in (found, truth)), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -144,9 +140,7 @@ def test_second_order():
     q, k, v, bias = (x.double().requires_grad_() for x in inputs(1, 2, 1, 3, 4))
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]]).bool().view(1, 2, 1, 1, 3)
     with flashsci.use_backend("reference"):
-        assert torch.autograd.gradgradcheck(
-            lambda *x: triangle_attention(*x, mask), (q, k, v, bias)
-        )
+        assert torch.autograd.gradgradcheck(lambda *x: triangle_attention(*x, mask), (q, k, v, bias))
 
 
 def test_shapes_that_do_not_fit():

@@ -49,7 +49,7 @@ def test_any_numbers_have_values_and_gradients(given, shift):
     q, k, v, keys, pairs = inputs()
     biases = [keys + shift if given != "pairs" else None, pairs if given != "keys" else None]
     leaves = [q, k, v, *([keys] if given != "pairs" else []), *([pairs] if given != "keys" else [])]
-    out, expected = DS4Sci_EvoformerAttention(q, k, v, biases), standins.evoformer_formula(q, k, v, biases)  # fmt: skip
+    out, expected = DS4Sci_EvoformerAttention(q, k, v, biases), standins.evoformer_formula(q, k, v, biases)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     dout = torch.randn_like(out)
     found, truth = (torch.autograd.grad(x, leaves, dout) for x in (out, expected))
@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused():
     q, k, v, keys, pairs = inputs()
     with pytest.raises(ValueError, match="may be two"):
         DS4Sci_EvoformerAttention(q, k, v, [keys, pairs, pairs])
-    with pytest.raises(ValueError, match=r"biases\[0\] must have shape \[B, N, 1, 1, S\] = \[2, 2, 1, 1, 9\]"):  # fmt: skip
+    with pytest.raises(ValueError, match=r"biases\[0\] must have shape \[B, N, 1, 1, S\] = \[2, 2, 1, 1, 9\]"):
         DS4Sci_EvoformerAttention(q, k, v, [pairs, keys])
     with pytest.raises(ValueError, match=r"biases\[1\] must have shape"):
         DS4Sci_EvoformerAttention(q, k, v, [keys, pairs.expand(2, 2, 2, 9, 9)])

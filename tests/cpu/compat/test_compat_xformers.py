@@ -50,7 +50,7 @@ RECORDED = {
     "BlockDiagonalCausalLocalAttentionPaddedKeysMask": "(q_seqinfo, k_seqinfo, _window_size)",
     "BlockDiagonalGappyKeysMask": "(q_seqinfo, k_seqinfo)",
     "BlockDiagonalCausalWithOffsetGappyKeysMask": "(q_seqinfo, k_seqinfo)",
-}  # fmt: skip
+}
 METHODS = {
     "LowerTriangularMask.add_bias": "(self, bias)",
     "LowerTriangularFromBottomRightMask.make_local_attention": "(self, window_size)",
@@ -66,12 +66,11 @@ METHODS = {
     "BlockDiagonalMask.make_local_attention_from_bottomright": "(self, window_size)",
     "BlockDiagonalPaddedKeysMask.from_seqlens": "(q_seqlen, kv_padding, kv_seqlen, causal_diagonal=None, *, device=None)",
     "BlockDiagonalPaddedKeysMask.make_local_attention": "(self, window_left, window_right)",
-    "BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local":
-        "(q_seqlen, kv_padding, kv_seqlen, window_left, window_right)",
+    "BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local": "(q_seqlen, kv_padding, kv_seqlen, window_left, window_right)",
     "BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local": "(q_seqlen, kv_padding, kv_seqlen, window_size)",
     "BlockDiagonalGappyKeysMask.from_seqlens": "(q_seqlen, kv_seqstarts, kv_seqlen, *, device=None)",
     "AttentionBias.to": "(self, device)",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [*RECORDED, *METHODS])
@@ -103,7 +102,11 @@ def test_bands(band, lengths):
 
 
 @pytest.mark.parametrize("heads", [(), (3,), (2, 3)])
-@pytest.mark.parametrize("options", [{}, {"band": "LowerTriangularMask"}, {"tensor": True}, {"tensor": True, "band": "LowerTriangularMask"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"band": "LowerTriangularMask"}, {"tensor": True}, {"tensor": True, "band": "LowerTriangularMask"}],
+    ids=str,
+)
 def test_dims(heads, options):
     standins.one_sequence("triton", "cpu", FP32, heads=heads, odd=True, **options)
 
@@ -163,7 +166,7 @@ def test_dropout(lengths):
     assert not torch.allclose(first, memory_efficient_attention(q, k, v, bias), atol=0.1)
 
 
-@pytest.mark.parametrize("name", ["tensor", "LowerTriangularMask", "BlockDiagonalMask", "BlockDiagonalPaddedKeysMask"])  # fmt: skip
+@pytest.mark.parametrize("name", ["tensor", "LowerTriangularMask", "BlockDiagonalMask", "BlockDiagonalPaddedKeysMask"])
 def test_under_compile(name):
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
     bias = torch.randn(1, 2, 8, 8, requires_grad=True) if name == "tensor" else None
@@ -204,7 +207,7 @@ def test_forward_and_lse(dims):
     torch.testing.assert_close(out, standins.xformers_formula(q, k, v).detach())
     torch.testing.assert_close(same, out)
     heads = shape[2:-1] or (1,)
-    scores = 8**-0.5 * q.view(2, 5, *heads, 8).movedim(1, -2) @ k.view(2, 5, *heads, 8).movedim(1, -2).mT  # fmt: skip
+    scores = 8**-0.5 * q.view(2, 5, *heads, 8).movedim(1, -2) @ k.view(2, 5, *heads, 8).movedim(1, -2).mT
     torch.testing.assert_close(lse, scores.logsumexp(-1).detach())
     assert lse.shape == (2, *heads, 5)
 
@@ -230,7 +233,9 @@ def test_merged_parts_are_the_whole(heads, stacked):
     for first in (0, 2, 4):
         bias = torch.zeros(2, *heads, 6, 2)
         bias[..., 0, :] = -INF if first else 0
-        parts.append(memory_efficient_attention_forward_requires_grad(q, k[:, first : first + 2], v[:, first : first + 2], bias))  # fmt: skip
+        parts.append(
+            memory_efficient_attention_forward_requires_grad(q, k[:, first : first + 2], v[:, first : first + 2], bias)
+        )
     outs, lses = (list(x) for x in zip(*parts, strict=True))
     if stacked:
         outs, lses = torch.stack(outs), torch.stack(lses)
@@ -352,7 +357,7 @@ def test_biases_refuse_what_has_no_meaning():
         lambda: BlockDiagonalPaddedKeysMask.from_seqlens([1, 1], 3, [1]),
         lambda: xformers.BlockDiagonalGappyKeysMask.from_seqlens([1, 1], [0, 3], [1, 1]),
         lambda: blocks.materialize((5, 6)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError):
             make()
 
@@ -394,7 +399,7 @@ def theirs():
 
 def of_xformers(theirs, bias):
     """The same bias, of their class."""
-    fields = {f.name: getattr(bias, f.name) for f in dataclasses.fields(bias)} if dataclasses.is_dataclass(bias) else {}  # fmt: skip
+    fields = {f.name: getattr(bias, f.name) for f in dataclasses.fields(bias)} if dataclasses.is_dataclass(bias) else {}
     for name in ("q_seqinfo", "k_seqinfo"):
         if name in fields:
             fields[name] = getattr(theirs, type(fields[name]).__name__)(**vars(fields[name]))

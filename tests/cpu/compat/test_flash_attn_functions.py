@@ -135,8 +135,8 @@ def packed(lens_q, lens_k, *shape, dtype=torch.float32):
 
 def pairs(blocks):
     """Bool or float blocks [Sq, Sk] (or [H, Sq, Sk]) as a bias per pair."""
-    added = [torch.zeros(x.shape).masked_fill(~x, -torch.inf) if x.dtype == torch.bool else x for x in blocks]  # fmt: skip
-    return torch.cat([x.expand(1, *x.shape).flatten(1) if x.dim() == 2 else x.flatten(1) for x in added], 1)  # fmt: skip
+    added = [torch.zeros(x.shape).masked_fill(~x, -torch.inf) if x.dtype == torch.bool else x for x in blocks]
+    return torch.cat([x.expand(1, *x.shape).flatten(1) if x.dim() == 2 else x.flatten(1) for x in added], 1)
 
 
 LENS = [(5, 1, 0, 4), (3, 6, 2, 4)]
@@ -164,9 +164,7 @@ def test_varlen(call):
 
 def test_head_dims_of_q_and_v_may_differ():
     q, k, v = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 3)
-    Judge(Inputs(**heads_first(q=q, k=k, v=v)), fused=False).require(
-        heads_first(out=fa2.flash_attn_func(q, k, v))
-    )
+    Judge(Inputs(**heads_first(q=q, k=k, v=v)), fused=False).require(heads_first(out=fa2.flash_attn_func(q, k, v)))
 
 
 @pytest.mark.parametrize("module", [fa2, fa3])
@@ -195,7 +193,7 @@ def test_kv_in_one_tensor():
 
 def test_packed_in_one_tensor():
     q, k, v, _, cu_q, cu_k = packed(*LENS, 4, 2, 8)
-    found = fa2.flash_attn_varlen_kvpacked_func(q, torch.stack((k, v), 1), cu_q, cu_k, 5, 6, causal=True)  # fmt: skip
+    found = fa2.flash_attn_varlen_kvpacked_func(q, torch.stack((k, v), 1), cu_q, cu_k, 5, 6, causal=True)
     assert torch.equal(found, fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 6, causal=True))
     qkv = torch.randn(10, 3, 4, 8)
     found = fa2.flash_attn_varlen_qkvpacked_func(qkv, cu_q, 5, softcap=3.0)
@@ -225,9 +223,7 @@ def test_lse_has_the_gradient_that_flash_attn_ignores():
     q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3))
     dlse = torch.randn(1, 2, 5)
     lse = fa2.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)[1]
-    inputs = Inputs(
-        **heads_first(q=q, k=k, v=v, dout=torch.zeros(1, 5, 2, 8)), dlse=dlse, mask=seen(5, 5, True)
-    )
+    inputs = Inputs(**heads_first(q=q, k=k, v=v, dout=torch.zeros(1, 5, 2, 8)), dlse=dlse, mask=seen(5, 5, True))
     found = torch.autograd.grad(lse, (q, k), dlse)
     Judge(inputs, fused=False).require(heads_first(dq=found[0], dk=found[1]))
 
@@ -245,9 +241,7 @@ ALIBI_OPTIONS = [dict(causal=True), dict(window_size=(3, 0)), dict(), dict(windo
 
 
 @pytest.mark.parametrize("options", ALIBI_OPTIONS, ids=str)
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
 def test_alibi(shape, dtype, options):
     q = torch.randn(2, 5, 4, 8).to(dtype).requires_grad_()
@@ -272,9 +266,7 @@ def test_packed_alibi(shape):
         alibi(per_sequence[n], *lens).masked_fill(~seen(*lens, True), -torch.inf)
         for n, lens in enumerate(zip(*LENS, strict=True))
     ]
-    inputs = Inputs(
-        q, k, v, dout=dout, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, bias=pairs(blocks), bias_grad=False
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, dout=dout, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, bias=pairs(blocks), bias_grad=False)
     found = dict(out=out, **gradients(out, dout, q=q, k=k, v=v))
     Judge(inputs, fused=False).require(found)
 
@@ -376,13 +368,11 @@ def test_cache(name):
     count = 5 if with_entries else batch
     entries = torch.tensor([3, 0, 4], dtype=torch.int32) if with_entries else None
     leftpad = torch.tensor([2, 0, 1], dtype=torch.int32) if with_leftpad else None
-    caches = [
-        cached_rows(count, capacity, heads_k, d, kind)
-        for d, kind in zip((dim, dim_v), layouts, strict=True)
-    ]
-    q, k, v = (torch.randn(batch, s, h, d) for s, h, d in
-               ((seq_q, heads_q, dim), (new, heads_k, dim), (new, heads_k, dim_v)))  # fmt: skip
-    used = [capacity] * batch if lengths is None else torch.as_tensor(lengths).expand(batch).tolist()  # fmt: skip
+    caches = [cached_rows(count, capacity, heads_k, d, kind) for d, kind in zip((dim, dim_v), layouts, strict=True)]
+    q, k, v = (
+        torch.randn(batch, s, h, d) for s, h, d in ((seq_q, heads_q, dim), (new, heads_k, dim), (new, heads_k, dim_v))
+    )
+    used = [capacity] * batch if lengths is None else torch.as_tensor(lengths).expand(batch).tolist()
     first = [0] * batch if leftpad is None else leftpad.tolist()
     first = [min(f, n) for f, n in zip(first, used, strict=True)]
     if leftpad is not None:
@@ -413,7 +403,7 @@ def test_cache(name):
             turned_q = rotated(q[n], places, angles, interleaved)
         kept = torch.ones(capacity, dtype=torch.bool).index_fill(0, position, False)
         for x, old, fresh in zip(caches, before, (turned_k, v[n]), strict=True):
-            torch.testing.assert_close(x[row, position].double(), fresh.double(), rtol=1e-6, atol=1e-6)  # fmt: skip
+            torch.testing.assert_close(x[row, position].double(), fresh.double(), rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(x[row, kept], old[row, kept], rtol=0, atol=0, equal_nan=True)
         keys, values = (x[row, first[n] : used[n] + new] for x in caches)
         judged = (x.float().transpose(0, 1) for x in (turned_q, keys, values))
@@ -424,9 +414,7 @@ def test_cache(name):
                 options=dict(scale=options.get("softmax_scale"), softcap=options.get("softcap")),
             ),
             fused=False,
-        ).require(
-            dict(out=out[n].transpose(0, 1), lse=lse[n].masked_fill(lse[n] == torch.inf, -torch.inf))
-        )  # fmt: skip
+        ).require(dict(out=out[n].transpose(0, 1), lse=lse[n].masked_fill(lse[n] == torch.inf, -torch.inf)))
     for row in set(range(count)) - set(rows):
         assert all(x[row].isnan().all() for x in caches)
     again = fa3.flash_attn_with_kvcache(
@@ -457,7 +445,9 @@ def test_cache_with_alibi(shape, lengths):
     k_cache, v_cache = torch.randn(2, 3, 9, 4, 8).half()
     k, v = torch.randn(2, 3, 2, 4, 8).half()
     slopes = torch.rand(shape)
-    out = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, alibi_slopes=slopes)  # fmt: skip
+    out = fa2.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, alibi_slopes=slopes
+    )
     for n, used in enumerate(torch.as_tensor(lengths).expand(3).tolist()):
         parts = (x.transpose(0, 1) for x in (q[n], k_cache[n, : used + 2], v_cache[n, : used + 2]))
         bias = alibi(slopes.expand(3, 4)[n], 2, used + 2)
@@ -474,7 +464,7 @@ def test_cache_of_the_triton_kernels():
         x[0, :4] = torch.randn(4, 1, 16)
     lengths = torch.tensor([4, 0], dtype=torch.int32)
     with flashsci.use_backend("triton"):
-        out = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)  # fmt: skip
+        out = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
     for n, used in enumerate(lengths.tolist()):
         parts = (x.transpose(0, 1) for x in (q[n], k_cache[n, : used + 2], v_cache[n, : used + 2]))
         inputs = Inputs(*parts, mask=seen(2, used + 2, True))
@@ -504,7 +494,7 @@ def test_cache_has_no_gradient():
         (dict(rotary_cos=torch.ones(4, 2), rotary_sin=torch.ones(4, 2)), "hold 4 positions, 5 are"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
-)  # fmt: skip
+)
 def test_cache_errors(change, words):
     x, new = torch.randn(2, 9, 4, 8), torch.randn(2, 2, 4, 8)
     arguments = dict(q=new, k_cache=x, v_cache=x, k=new, v=new, cache_seqlens=3) | change
@@ -524,11 +514,13 @@ def test_steps(lengths, dropout_p):
     out, lse, none, state = steps._flash_attn_forward(q, k, v, dropout_p, *options, False)
     assert none is None and (state.shape, state.dtype) == ((2,), torch.int64)
     into = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    steps._flash_attn_backward(dout, q, k, v, out, lse, *into, dropout_p, *options, True, rng_state=state)  # fmt: skip
+    steps._flash_attn_backward(dout, q, k, v, out, lse, *into, dropout_p, *options, True, rng_state=state)
     inputs = Inputs(
-        **heads_first(q=q, k=k, v=v, dout=dout), mask=seen(seq_q, seq_k, True, (3, -1)), dropout_seed=state,
+        **heads_first(q=q, k=k, v=v, dout=dout),
+        mask=seen(seq_q, seq_k, True, (3, -1)),
+        dropout_seed=state,
         options=dict(scale=0.4, softcap=2.0, dropout_p=dropout_p),
-    )  # fmt: skip
+    )
     found = heads_first(out=out, **dict(zip(("dq", "dk", "dv"), into, strict=True)))
     lse = lse.masked_fill(lse == torch.inf, -torch.inf)
     Judge(inputs, fused=False).require(found | dict(lse=lse))
@@ -540,13 +532,11 @@ def test_packed_steps():
     out, lse, _, state = steps._flash_attn_varlen_forward(q, k, v, *rest)
     assert not out.requires_grad
     into = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    steps._flash_attn_varlen_backward(
-        dout, q, k, v, out, lse, *into, *rest, -1, -1, 0.0, None, False, rng_state=state
-    )  # fmt: skip
+    steps._flash_attn_varlen_backward(dout, q, k, v, out, lse, *into, *rest, -1, -1, 0.0, None, False, rng_state=state)
     masks = [seen(*n, True) for n in zip(*LENS, strict=True)]
     inputs = Inputs(
         q, k, v, dout=dout, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], bias=pairs(masks), bias_grad=False
-    )  # fmt: skip
+    )
     lse = lse.masked_fill(lse == torch.inf, -torch.inf)
     found = dict(zip(("dq", "dk", "dv"), into, strict=True), out=out, lse=lse)
     Judge(inputs, fused=False).require(found)
@@ -625,9 +615,7 @@ def test_seqused_k_hides_keys_and_their_gradients():
     masks = []
     for (n, m), u in zip(zip(*LENS, strict=True), used.tolist(), strict=True):
         masks.append(pad(seen(n, u, True), (0, m - u)))
-    inputs = Inputs(
-        q, k, v, dout=dout, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, bias=pairs(masks), bias_grad=False
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, dout=dout, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, bias=pairs(masks), bias_grad=False)
     out = fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 3, seqused_k=used, causal=True)
     found = dict(out=out, **gradients(out, dout, q=q, k=k, v=v))
     Judge(inputs, fused=False).require(found)
@@ -662,9 +650,7 @@ def test_every_argument_is_used_refused_or_known_to_plan_only():
         for name, function in vars(module).items():
             if name.startswith(("flash_attn", "_flash_attn")):
                 body = inspect.getsource(function).rpartition('"""')[2]
-                unread = {
-                    p for p in inspect.signature(function).parameters if not re.search(rf"\b{p}\b", body)
-                }  # fmt: skip
+                unread = {p for p in inspect.signature(function).parameters if not re.search(rf"\b{p}\b", body)}
                 assert unread <= (plans if module is not steps else {"return_softmax"}), name
 
 
@@ -701,23 +687,24 @@ class Counter(torch.overrides.TorchFunctionMode):
     "call, views",
     [
         (lambda m: m.flash_attn_func(Q, Q, Q, causal=True), ["transpose"] * 4),
-        (lambda m: m.flash_attn_qkvpacked_func(torch.stack((Q, Q, Q), 2)), ["stack", "transpose", "unbind", "transpose"]),
+        (
+            lambda m: m.flash_attn_qkvpacked_func(torch.stack((Q, Q, Q), 2)),
+            ["stack", "transpose", "unbind", "transpose"],
+        ),
         (lambda m: m.flash_attn_varlen_func(ROWS, ROWS, ROWS, CU, CU, 4, 4), []),
     ],
     ids=["dense", "one tensor", "packed"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("module", [fa2, fa3])
 def test_a_call_costs_one_view_a_tensor(module, call, views, monkeypatch):
     monkeypatch.setattr(fa2, "attention", lambda q, *_, **__: q)
     monkeypatch.setattr(fa2, "varlen_attention", lambda q, *_, **__: q)
     with Counter() as counter:
         call(module)
-    assert [n for n in counter.names if not n.startswith("__") and n not in ("dim", "shape")] == views  # fmt: skip
+    assert [n for n in counter.names if not n.startswith("__") and n not in ("dim", "shape")] == views
 
 
-@pytest.mark.parametrize(
-    "module", ["fa2", "padding", "rotary", "stand_in"], ids=lambda name: f"examples of {name}"
-)
+@pytest.mark.parametrize("module", ["fa2", "padding", "rotary", "stand_in"], ids=lambda name: f"examples of {name}")
 def test_examples_in_docstrings(module):
     found = importlib.import_module(f"flashsci.compat.flash_attn.{module}")
     failed, tried = doctest.testmod(found)

@@ -129,7 +129,7 @@ def test_packed_rotation(offsets):
     position = torch.cat([f + torch.arange(n) for f, n in zip(first, lengths, strict=True)])
     found = apply_rotary_emb(
         x, ANGLES.cos(), ANGLES.sin(), seqlen_offsets=OFFSETS[offsets], cu_seqlens=cu_seqlens, max_seqlen=4
-    )  # fmt: skip
+    )
     torch.testing.assert_close(found, turned(x, position), rtol=1e-12, atol=1e-12)
 
 
@@ -143,12 +143,8 @@ def test_rotation_rounds_once(dtype):
     cos, sin = cos[:5, None].double(), sin[:5, None].double()
     exact = torch.cat((a * cos - b * sin, a * sin + b * cos, x.double()[..., 6:]), -1)
     terms = torch.cat((a.abs() + b.abs(), a.abs() + b.abs(), 0 * x[..., 6:]), -1)
-    allowed = (
-        0.5 * torch.finfo(dtype).eps * exact.abs() + 2 * torch.finfo(torch.float32).eps * terms
-    )
-    assert (
-        found.dtype == dtype and ((found.double() - exact).abs() <= allowed + 1e-7 * allowed).all()
-    )
+    allowed = 0.5 * torch.finfo(dtype).eps * exact.abs() + 2 * torch.finfo(torch.float32).eps * terms
+    assert found.dtype == dtype and ((found.double() - exact).abs() <= allowed + 1e-7 * allowed).all()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -193,7 +189,7 @@ REFUSED_BY_AUTOGRAD = {
 @pytest.mark.parametrize("what", ["x", "qkv", "grouped", "kv"])
 def test_in_place_where_autograd_lets_nobody_write(what, kind):
     """What is returned lies in x's memory and has the gradient."""
-    shape = {"x": (2, 5, 3, 9), "qkv": (2, 5, 3, 2, 9), "grouped": (2, 5, 4, 9), "kv": (2, 5, 2, 2, 9)}[what]  # fmt: skip
+    shape = {"x": (2, 5, 3, 9), "qkv": (2, 5, 3, 2, 9), "grouped": (2, 5, 4, 9), "kv": (2, 5, 2, 2, 9)}[what]
     leaf = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     before = leaf.detach().clone()
     x, table = REFUSED_BY_AUTOGRAD[kind](leaf), (ANGLES.cos(), ANGLES.sin())
@@ -209,7 +205,7 @@ def test_in_place_where_autograd_lets_nobody_write(what, kind):
         "qkv": lambda: torch.stack((turned(y[:, :, 0], position), turned(y[:, :, 1], position), y[:, :, 2]), 2),
         "grouped": lambda: torch.cat((turned(y[:, :, :3], position), y[:, :, 3:]), 2),
         "kv": lambda: torch.stack((turned(y[:, :, 0], position), y[:, :, 1]), 2),
-    }[what]()  # fmt: skip
+    }[what]()
     assert found.data_ptr() == x.data_ptr() and torch.equal(found, x)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     weight = torch.randn_like(expected)
@@ -252,7 +248,7 @@ def test_projections_in_place(grouped, tables):
     more = () if tables == 1 else (angles_k.cos(), angles_k.sin())
     found = apply_rotary_emb_qkv_(
         qkv, ANGLES.cos(), ANGLES.sin(), *more, seqlen_offsets=2, num_heads_q=heads[0] if grouped else None
-    )  # fmt: skip
+    )
     q, k, v = leaf.split((4, 2, 2), 2) if grouped else leaf.unbind(2)
     position = torch.arange(2, 7)
     parts = turned(q, position), turned(k, position, angles=angles_k), v
@@ -289,7 +285,7 @@ TABLE = torch.ones(6, 3)
             "give max_seqlen",
         ),
     ],
-)  # fmt: skip
+)
 def test_errors(call, words):
     with pytest.raises(ValueError, match=words):
         call()
@@ -307,7 +303,7 @@ def test_module_rotates_a_projection(interleaved, offset):
     expected = qkv.double()
     angles = torch.outer(torch.arange(8.0).double(), frequencies(6, 100.0))
     for part in (0, 1):
-        expected[:, :, part] = turned(qkv[:, :, part], offset + torch.arange(5), interleaved, angles)  # fmt: skip
+        expected[:, :, part] = turned(qkv[:, :, part], offset + torch.arange(5), interleaved, angles)
     found = rotary(qkv, seqlen_offset=offset)
     assert found is qkv and not list(rotary.parameters()) and not rotary.state_dict()
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=3e-6)

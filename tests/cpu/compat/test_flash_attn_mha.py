@@ -41,7 +41,7 @@ B, S, HEADS, DIM = 2, 6, 4, 8
 WIDE = torch.float64
 
 
-@pytest.mark.parametrize("recorded", RECORDED.split("\n")[1:-1], ids=lambda line: line.partition("(")[0])  # fmt: skip
+@pytest.mark.parametrize("recorded", RECORDED.split("\n")[1:-1], ids=lambda line: line.partition("(")[0])
 def test_signatures(recorded):
     found = mha
     for name in recorded.partition("(")[0].split("."):
@@ -67,7 +67,7 @@ def formula(q, k, v, causal=False, window=(-1, -1), keys=None, slopes=None, scal
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     i = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
     j = torch.arange(k.shape[1])
-    scores = (q.shape[-1] ** -0.5 if scale is None else scale) * torch.einsum("bihd,bjhd->bhij", q, k)  # fmt: skip
+    scores = (q.shape[-1] ** -0.5 if scale is None else scale) * torch.einsum("bihd,bjhd->bhij", q, k)
     if slopes is not None:
         scores = scores - slopes.to(scores)[:, None, None] * (i - j).abs()
     right = 0 if causal else window[1]
@@ -83,10 +83,10 @@ def formula(q, k, v, causal=False, window=(-1, -1), keys=None, slopes=None, scal
 
 def rotated(x, interleaved=False, first=0, base=10000.0):
     half = x.shape[-1] // 2
-    angles = torch.outer(first + torch.arange(x.shape[1]).double(), base ** (-torch.arange(half).double() / half))  # fmt: skip
+    angles = torch.outer(first + torch.arange(x.shape[1]).double(), base ** (-torch.arange(half).double() / half))
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     z = torch.complex(a, b) * torch.polar(torch.ones(()).double(), angles)[:, None]
-    return torch.stack((z.real, z.imag), -1).flatten(-2) if interleaved else torch.cat((z.real, z.imag), -1)  # fmt: skip
+    return torch.stack((z.real, z.imag), -1).flatten(-2) if interleaved else torch.cat((z.real, z.imag), -1)
 
 
 def layer(**options):
@@ -98,7 +98,7 @@ def same(out, expected, leaves, tolerance=1e-10):
     """out and the gradients of leaves."""
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     dout = torch.randn_like(expected)
-    found, truth = (torch.autograd.grad(x, leaves, dout, retain_graph=True) for x in (out, expected))  # fmt: skip
+    found, truth = (torch.autograd.grad(x, leaves, dout, retain_graph=True) for x in (out, expected))
     for a, b in zip(found, truth, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
@@ -129,10 +129,8 @@ def test_self_attention(name, heads_k):
     x = torch.randn(B, S, HEADS * DIM, dtype=WIDE, requires_grad=True)
     qkv = nn.functional.linear(x, module.Wqkv.weight, module.Wqkv.bias)
     if options.get("dwconv"):
-        convolutions = (
-            [module.dwconv_qkv] if heads_k == HEADS else [module.dwconv_q, module.dwconv_kv]
-        )
-        weight, bias = (torch.cat([getattr(c, n) for c in convolutions]) for n in ("weight", "bias"))  # fmt: skip
+        convolutions = [module.dwconv_qkv] if heads_k == HEADS else [module.dwconv_q, module.dwconv_kv]
+        weight, bias = (torch.cat([getattr(c, n) for c in convolutions]) for n in ("weight", "bias"))
         before = nn.functional.pad(qkv, (0, 0, 2, 0))
         qkv = bias + sum(weight[:, 0, t] * before[:, t : t + S] for t in range(3))
     q, k, v = qkv.unflatten(-1, (-1, DIM)).split((HEADS, heads_k, heads_k), 2)
@@ -140,9 +138,14 @@ def test_self_attention(name, heads_k):
         q, k = (rotated(y, options.get("rotary_emb_interleaved", False)) for y in (q, k))
     slopes = torch.tensor(get_alibi_slopes(HEADS)) if options.get("use_alibi") else None
     context = formula(
-        q, k, v, options.get("causal", False), options.get("window_size", (-1, -1)), slopes=slopes,
+        q,
+        k,
+        v,
+        options.get("causal", False),
+        options.get("window_size", (-1, -1)),
+        slopes=slopes,
         scale=options.get("softmax_scale"),
-    ).flatten(-2)  # fmt: skip
+    ).flatten(-2)
     expected = nn.functional.linear(context, module.out_proj.weight, module.out_proj.bias)
     out = module(x)
     if options.get("return_residual"):
@@ -159,7 +162,7 @@ def test_names_of_parameters():
     projections = "Wqkv.bias Wqkv.weight {}out_proj.bias out_proj.weight"
     rotary = dict(use_flash_attn=True, rotary_emb_dim=8, use_alibi=True)
     assert names() == names(**rotary) == names(return_residual=True) == projections.format("")
-    assert names(cross_attn=True) == "Wkv.bias Wkv.weight Wq.bias Wq.weight out_proj.bias out_proj.weight"  # fmt: skip
+    assert names(cross_attn=True) == "Wkv.bias Wkv.weight Wq.bias Wq.weight out_proj.bias out_proj.weight"
     assert names(dwconv=True) == projections.format("dwconv_qkv.bias dwconv_qkv.weight ")
     both = "dwconv_kv.bias dwconv_kv.weight dwconv_q.bias dwconv_q.weight "
     assert names(dwconv=True, num_heads_kv=2) == projections.format(both)
@@ -167,7 +170,9 @@ def test_names_of_parameters():
     assert MHA(32, 4, num_heads_kv=2, cross_attn=True).Wkv.weight.shape == (32, 32)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(use_flash_attn=True, causal=True, num_heads_kv=2), dict(return_residual=True)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [dict(), dict(use_flash_attn=True, causal=True, num_heads_kv=2), dict(return_residual=True)], ids=str
+)
 @pytest.mark.parametrize("subset", [None, slice(0, 2)], ids=str)
 @pytest.mark.parametrize("other", [False, True])
 def test_cross_attention(options, subset, other):
@@ -207,7 +212,7 @@ def test_diagonal_of_padded_cross_attention():
     out = CrossAttention(causal=True)(q, kv, key_padding_mask=keys)
     for n, used in enumerate((4, 7)):
         k, v = kv[n : n + 1, :used].unbind(2)
-        torch.testing.assert_close(out[n], formula(q[n : n + 1], k, v, True)[0], rtol=1e-10, atol=1e-10)  # fmt: skip
+        torch.testing.assert_close(out[n], formula(q[n : n + 1], k, v, True)[0], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("heads_k", [HEADS, 2])
@@ -228,7 +233,7 @@ def test_inner_modules_in_and_out_of_training():
         torch.testing.assert_close(quiet, formula(*qkv.unbind(2)), rtol=1e-5, atol=1e-5)
         assert (noisy - quiet).abs().max() > 0.1
         causal = module(qkv, causal=True)
-        torch.testing.assert_close(causal, formula(*qkv.unbind(2), causal=True), rtol=1e-5, atol=1e-5)  # fmt: skip
+        torch.testing.assert_close(causal, formula(*qkv.unbind(2), causal=True), rtol=1e-5, atol=1e-5)
     slopes = torch.tensor(get_alibi_slopes(4))
     cross = FlashCrossAttention(alibi_slopes=slopes, window_size=(2, 0)).half().float()
     q, kv = qkv[:, :3, 0], qkv[:, :, 1:]
@@ -292,11 +297,14 @@ def test_generation_of_sequences_of_their_own_lengths():
         (lambda: MHA(32, 4)(torch.ones(1, 2, 32), x_kv=torch.ones(1, 2, 32)), "cross_attn=True"),
         (lambda: MHA(32, 4)(torch.ones(2, 32), cu_seqlens=torch.tensor([0, 2]), max_seqlen=2), "needs use_flash_attn"),
         (lambda: MHA(32, 4, use_flash_attn=True)(torch.ones(2, 32), cu_seqlens=torch.tensor([0, 2])), "max_seqlen"),
-        (lambda: MHA(32, 4, use_flash_attn=True)(torch.ones(1, 2, 32), key_padding_mask=torch.ones(1, 2)), "unpad_input"),
+        (
+            lambda: MHA(32, 4, use_flash_attn=True)(torch.ones(1, 2, 32), key_padding_mask=torch.ones(1, 2)),
+            "unpad_input",
+        ),
         (lambda: MHA(32, 4)(torch.ones(1, 2, 32), inference_params=InferenceParams(4, 1)), "layer_idx"),
         (lambda: MHA(32, 4, dwconv=True)(torch.ones(1, 2, 32), inference_params=InferenceParams(4, 1)), "dwconv"),
     ],
-)  # fmt: skip
+)
 def test_errors(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -44,7 +44,7 @@ ALIKE = {
     "causal-none": (dict(causal=None), dict()),
     "softcap-tensor": (dict(softcap=torch.tensor(2.0)), dict(softcap=2.0)),
     "softcap-int": (dict(softcap=2), dict(softcap=2.0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("module", [fa2, fa3])
@@ -88,7 +88,7 @@ def test_flags_of_the_cache():
 
 def test_length_of_all_as_a_tensor():
     found = fa2.flash_attn_with_kvcache(Q[:, :1], *CACHE, cache_seqlens=torch.tensor(4))
-    torch.testing.assert_close(found, fa2.flash_attn_with_kvcache(Q[:, :1], *CACHE, cache_seqlens=4))  # fmt: skip
+    torch.testing.assert_close(found, fa2.flash_attn_with_kvcache(Q[:, :1], *CACHE, cache_seqlens=4))
 
 
 def test_windows_of_the_steps():
@@ -112,7 +112,7 @@ def test_windows_of_the_steps():
         (dict(window_size=torch.tensor([1.5, 0.0])), ValueError, "window_size must be"),
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("module", [fa2, fa3])
 def test_kinds_that_say_nothing(module, options, error, words):
     for call in functions(module):

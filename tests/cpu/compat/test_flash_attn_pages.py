@@ -42,7 +42,7 @@ class Pages:
         self.table = numbers.view(count, columns).to(INT)
         self.k, self.v = (
             torch.full((count * columns + 2, page, HEADS_K, d), torch.nan, dtype=dtype) for d in (DIM, DIM_V)
-        )  # fmt: skip
+        )
         for n, rows in enumerate(used):
             for r in range(rows):
                 self.k[self.at(n, r)] = torch.randn(HEADS_K, DIM).to(dtype)
@@ -54,17 +54,20 @@ class Pages:
     def rows(self, n, stop, start=0):
         """k and v of a sequence, [rows, Hk, .]."""
         places = [self.at(n, r) for r in range(start, stop)]
-        return [torch.stack([x[p] for p in places]) if places else x[:0, 0] for x in (self.k, self.v)]  # fmt: skip
+        return [torch.stack([x[p] for p in places]) if places else x[:0, 0] for x in (self.k, self.v)]
 
 
 def judge(q, k, v, out, lse, bias=None, **options):
     """One sequence, [S, H, .]; lse in flash_attn 2's or 3's sign."""
     causal, window = options.pop("causal", False), options.pop("window_size", (-1, -1))
     inputs = Inputs(
-        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), bias=bias,
+        q.transpose(0, 1),
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        bias=bias,
         mask=seen(q.shape[0], k.shape[0], causal, window),
         options=dict(scale=options.get("softmax_scale"), softcap=options.get("softcap")),
-    )  # fmt: skip
+    )
     lse = {} if lse is None else dict(lse=lse.masked_fill(lse == torch.inf, -torch.inf))
     Judge(inputs, fused=False).require(dict(out=out.transpose(0, 1)) | lse)
 
@@ -103,19 +106,16 @@ def test_cache_in_pages(name, page):
     cache = Pages(of_row, page, columns)
     entries = torch.tensor(rows, dtype=INT) if by_row else None
     pads = [1, 0, 2] if options.pop("leftpad", False) else [0, 0, 0]
-    q, k, v = (torch.randn(3, s, h, d) for s, h, d in
-               ((seq_q, HEADS_Q, DIM), (new, HEADS_K, DIM), (new, HEADS_K, DIM_V)))  # fmt: skip
+    q, k, v = (
+        torch.randn(3, s, h, d) for s, h, d in ((seq_q, HEADS_Q, DIM), (new, HEADS_K, DIM), (new, HEADS_K, DIM_V))
+    )
     written = dict(k=k, v=v) if new else {}
     if options.pop("rotary", False):
         angles = torch.outer(torch.arange(20.0), torch.tensor([1.0, 0.3]))
         written.update(rotary_cos=angles.cos(), rotary_sin=angles.sin())
     leftpad = torch.tensor(pads, dtype=INT) if any(pads) else None
-    common = dict(
-        cache_seqlens=lengths, cache_leftpad=leftpad, return_softmax_lse=True, **written, **options
-    )
-    dense = [
-        torch.stack([x[cache.table[row].long()].flatten(0, 1) for row in rows]) for x in (cache.k, cache.v)
-    ]  # fmt: skip
+    common = dict(cache_seqlens=lengths, cache_leftpad=leftpad, return_softmax_lse=True, **written, **options)
+    dense = [torch.stack([x[cache.table[row].long()].flatten(0, 1) for row in rows]) for x in (cache.k, cache.v)]
     before = [x.clone() for x in (cache.k, cache.v)]
     expected, lse_expected = fa2.flash_attn_with_kvcache(q, *dense, **common)
     out, lse = fa2.flash_attn_with_kvcache(
@@ -128,9 +128,7 @@ def test_cache_in_pages(name, page):
                 changed[cache.at(row, r)] = True
                 torch.testing.assert_close(x[cache.at(row, r)], whole[n, r], rtol=0, atol=0)
         torch.testing.assert_close(x[~changed], old[~changed], rtol=0, atol=0, equal_nan=True)
-    if (
-        "rotary_cos" not in written
-    ):  # of rotated queries the dense cache knows, which other tests judge
+    if "rotary_cos" not in written:  # of rotated queries the dense cache knows, which other tests judge
         for n, row in enumerate(rows):
             keys, values = cache.rows(row, used[n] + new, pads[n])
             judge(q[n], keys, values, out[n], lse[n], **options)
@@ -148,9 +146,14 @@ def test_pages_with_alibi(shape):
     cache = Pages(used, 3, 3, torch.float16)
     q = torch.randn(3, 2, HEADS_Q, DIM).half()
     out = fa2.flash_attn_with_kvcache(
-        q, cache.k, cache.v, cache_seqlens=torch.tensor(used, dtype=INT), block_table=cache.table, causal=True,
+        q,
+        cache.k,
+        cache.v,
+        cache_seqlens=torch.tensor(used, dtype=INT),
+        block_table=cache.table,
+        causal=True,
         alibi_slopes=slopes,
-    )  # fmt: skip
+    )
     for n, rows in enumerate(used):
         keys, values = cache.rows(n, rows)
         judge(q[n], keys, values, out[n], None, alibi(slopes.expand(3, 4)[n], 2, rows), causal=True)
@@ -162,9 +165,13 @@ def test_rows_beyond_the_pages_are_left_out(page):
     before = cache.k.clone()
     new = torch.randn(2, 1, HEADS_K, DIM), torch.randn(2, 1, HEADS_K, DIM_V)
     fa2.flash_attn_with_kvcache(
-        torch.randn(2, 1, HEADS_Q, DIM), cache.k, cache.v, *new, cache_seqlens=torch.tensor([page * 2, 1], dtype=INT),
+        torch.randn(2, 1, HEADS_Q, DIM),
+        cache.k,
+        cache.v,
+        *new,
+        cache_seqlens=torch.tensor([page * 2, 1], dtype=INT),
         block_table=cache.table,
-    )  # fmt: skip
+    )
     before[cache.at(1, 1)] = new[0][1, 0]
     torch.testing.assert_close(cache.k, before, rtol=0, atol=0, equal_nan=True)
 
@@ -173,7 +180,7 @@ def test_pages_of_the_triton_kernels():
     pytest.importorskip("triton")
     used = [7, 2]
     cache = Pages(used, 4, 3)
-    q, k, v = torch.randn(2, 2, HEADS_Q, DIM), torch.randn(2, 2, HEADS_K, DIM), torch.randn(2, 2, HEADS_K, DIM_V)  # fmt: skip
+    q, k, v = torch.randn(2, 2, HEADS_Q, DIM), torch.randn(2, 2, HEADS_K, DIM), torch.randn(2, 2, HEADS_K, DIM_V)
     with flashsci.use_backend("triton"):
         out, lse = fa2.flash_attn_with_kvcache(
             q, cache.k, cache.v, k, v, cache_seqlens=torch.tensor(used, dtype=INT), block_table=cache.table,
@@ -191,9 +198,9 @@ def test_packed_queries_and_new_keys(paged, rotary):
     q = torch.randn(sum(lens_q), HEADS_Q, DIM)
     k, v = torch.randn(sum(lens_new), HEADS_K, DIM), torch.randn(sum(lens_new), HEADS_K, DIM_V)
     cache = Pages(used, 3, 4)
-    k_cache, v_cache = (cache.k, cache.v) if paged else (
-        x[cache.table.long()].flatten(1, 2) for x in (cache.k, cache.v)
-    )  # fmt: skip
+    k_cache, v_cache = (
+        (cache.k, cache.v) if paged else (x[cache.table.long()].flatten(1, 2) for x in (cache.k, cache.v))
+    )
     options, places = dict(causal=rotary != "full"), used
     if rotary is not None:
         angles = torch.outer(torch.arange(40.0), torch.tensor([1.0, 0.3]))
@@ -208,9 +215,11 @@ def test_packed_queries_and_new_keys(paged, rotary):
         **options,
     )  # fmt: skip
     options.pop("rotary_seqlens", None)
-    parts = zip(q.split(lens_q), k.split(lens_new), v.split(lens_new), out.split(lens_q), lse.split(lens_q, 1), strict=True)  # fmt: skip
+    parts = zip(
+        q.split(lens_q), k.split(lens_new), v.split(lens_new), out.split(lens_q), lse.split(lens_q, 1), strict=True
+    )
     for n, (qn, kn, vn, found, found_lse) in enumerate(parts):
-        caches = [x[cache.table[n].long()].flatten(0, 1)[None] if paged else x[n : n + 1].clone() for x in before]  # fmt: skip
+        caches = [x[cache.table[n].long()].flatten(0, 1)[None] if paged else x[n : n + 1].clone() for x in before]
         if rotary == "positions":
             from flashsci.compat.flash_attn.rotary import apply_rotary
 
@@ -233,13 +242,13 @@ def test_packed_queries_and_new_keys(paged, rotary):
 # Packed sequences whose keys are in pages
 
 
-@pytest.mark.parametrize("options", [dict(), dict(causal=True), dict(window_size=(2, 0), softcap=3.0)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", [dict(), dict(causal=True), dict(window_size=(2, 0), softcap=3.0)], ids=str)
 def test_varlen_over_pages(options):
     used, lens_q = [5, 1, 0, 8], [3, 1, 2, 4]
     cache = Pages(used, 3, 3)
     q = torch.randn(sum(lens_q), HEADS_Q, DIM)
     arguments = q, cache.k, cache.v, offsets(lens_q), offsets(used), 4, 8
-    out, lse, _ = fa2.flash_attn_varlen_func(*arguments, **options, return_attn_probs=True, block_table=cache.table)  # fmt: skip
+    out, lse, _ = fa2.flash_attn_varlen_func(*arguments, **options, return_attn_probs=True, block_table=cache.table)
     parts = zip(q.split(lens_q), out.split(lens_q), lse.split(lens_q, 1), strict=True)
     for n, (qn, found, found_lse) in enumerate(parts):
         judge(qn, *cache.rows(n, used[n]), found, found_lse, **options)
@@ -253,7 +262,7 @@ def test_varlen_over_pages(options):
     assert torch.equal(stepped[0], out) and torch.equal(stepped[1], lse)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(alibi_slopes=torch.rand(HEADS_Q))], ids=["", "alibi"])  # fmt: skip
+@pytest.mark.parametrize("options", [dict(), dict(alibi_slopes=torch.rand(HEADS_Q))], ids=["", "alibi"])
 def test_varlen_over_pages_has_gradients(options):
     """flash_attn has none there; here they reach the pages."""
     used, lens_q = [5, 1, 0, 8], [3, 1, 2, 4]
@@ -274,10 +283,8 @@ def test_varlen_over_pages_has_gradients(options):
     )
     dout = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v), dout)
-    keys, values = (
-        torch.cat(x) for x in zip(*(cache.rows(n, u) for n, u in enumerate(used)), strict=True)
-    )
-    expected = fa2.flash_attn_varlen_func(q, keys, values, offsets(lens_q), offsets(used), 4, 8, causal=True, **options)  # fmt: skip
+    keys, values = (torch.cat(x) for x in zip(*(cache.rows(n, u) for n, u in enumerate(used)), strict=True))
+    expected = fa2.flash_attn_varlen_func(q, keys, values, offsets(lens_q), offsets(used), 4, 8, causal=True, **options)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     for a, b in zip(found, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -294,13 +301,13 @@ def test_varlen_over_pages_has_gradients(options):
         (dict(cache_seqlens=torch.zeros(3, dtype=INT)), ValueError, r"cache_seqlens must be \[B\] = \[2\]"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_errors(change, error, words):
     cache = Pages([0, 0], 3, 2)
     new = torch.zeros(2, 1, HEADS_K, DIM), torch.zeros(2, 1, HEADS_K, DIM_V)
     arguments = dict(cache_seqlens=0, block_table=cache.table) | change
     with pytest.raises(error, match=words):
-        fa2.flash_attn_with_kvcache(torch.zeros(2, 1, HEADS_Q, DIM), cache.k, cache.v, *new, **arguments)  # fmt: skip
+        fa2.flash_attn_with_kvcache(torch.zeros(2, 1, HEADS_Q, DIM), cache.k, cache.v, *new, **arguments)
 
 
 # Unused rows of packed sequences
@@ -324,9 +331,13 @@ def test_seqused_q(of_q, of_k, causal):
     for n, (a, b) in enumerate(zip(of_q, of_k or lens_k, strict=True)):
         rows_q, rows_k = slice(cu_q[n], cu_q[n] + a), slice(cu_k[n], cu_k[n] + b)
         part = flashsci.attention(
-            q[rows_q].transpose(0, 1), k[rows_k].transpose(0, 1), v[rows_k].transpose(0, 1), causal=causal,
-            align="lower_right", backend="reference",
-        ).transpose(0, 1)  # fmt: skip
+            q[rows_q].transpose(0, 1),
+            k[rows_k].transpose(0, 1),
+            v[rows_k].transpose(0, 1),
+            causal=causal,
+            align="lower_right",
+            backend="reference",
+        ).transpose(0, 1)
         parts.append(pad(part, (0, 0, 0, 0, 0, lens_q[n] - a)))
         unused = slice(cu_q[n] + a, cu_q[n + 1])
         assert out[unused].eq(0).all() and lse[:, unused].eq(-torch.inf).all()
@@ -365,22 +376,22 @@ def eight_bits(x, scale):
 def test_descaled(packed):
     q, k, v = (torch.randn(2, 6, h, 16) for h in (4, 2, 2))
     scales = [torch.rand(2, 2) + 0.5 for _ in range(3)]
-    per_row = [
-        scales[0].repeat_interleave(2, 1)[:, None, :, None], *(s[:, None, :, None] for s in scales[1:])
-    ]  # fmt: skip
+    per_row = [scales[0].repeat_interleave(2, 1)[:, None, :, None], *(s[:, None, :, None] for s in scales[1:])]
     pairs = [eight_bits(x, s) for x, s in zip((q, k, v), per_row, strict=True)]
     small, wide = zip(*pairs, strict=True)
     named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
     expected = fa2.flash_attn_func(*wide, causal=True)
     if packed:
         cu = offsets([6, 6])
-        out = fa3.flash_attn_varlen_func(*(x.flatten(0, 1) for x in small), cu, cu, 6, 6, causal=True, **named).view(2, 6, 4, 16)  # fmt: skip
+        out = fa3.flash_attn_varlen_func(*(x.flatten(0, 1) for x in small), cu, cu, 6, 6, causal=True, **named).view(
+            2, 6, 4, 16
+        )
     else:
         out, lse = fa3.flash_attn_func(*small, causal=True, return_attn_probs=True, **named)
         assert lse.shape == (2, 4, 6)
     assert out.dtype == torch.bfloat16
     # P is rounded to 8 bits too: 2^-4 of a weighted mean of |v|.
-    assert ((out.float() - expected).abs() <= 2**-4 * wide[2].abs().amax((1, 2, 3), keepdim=True)).all()  # fmt: skip
+    assert ((out.float() - expected).abs() <= 2**-4 * wide[2].abs().amax((1, 2, 3), keepdim=True)).all()
 
 
 def test_descaled_pages():
@@ -390,13 +401,15 @@ def test_descaled_pages():
     small = [x.nan_to_num().to(torch.float8_e4m3fn) for x in (cache.k, cache.v)]
     q = torch.randn(2, 1, HEADS_Q, DIM).bfloat16()
     out = fa3.flash_attn_with_kvcache(
-        q, *small, cache_seqlens=torch.tensor(used, dtype=INT), page_table=cache.table,
-        k_descale=scales[0], v_descale=scales[1],
-    )  # fmt: skip
+        q,
+        *small,
+        cache_seqlens=torch.tensor(used, dtype=INT),
+        page_table=cache.table,
+        k_descale=scales[0],
+        v_descale=scales[1],
+    )
     cache.k, cache.v = (x.float() for x in small)
     for n, rows in enumerate(used):
-        keys, values = (
-            (x * s[n, :, None]) for x, s in zip(cache.rows(n, rows), scales, strict=True)
-        )
+        keys, values = ((x * s[n, :, None]) for x, s in zip(cache.rows(n, rows), scales, strict=True))
         exact = fa2.flash_attn_func(q[n : n + 1].float(), keys[None], values[None])
         torch.testing.assert_close(out[n : n + 1].float(), exact, rtol=2**-7, atol=2**-7)

@@ -63,7 +63,7 @@ def client(installed, tmp_path, monkeypatch):
 
 def test_client(client):
     """Padding to the right, where the rotation of a padded batch is that of the packed one."""
-    assert client.same is client.flash_attn_varlen_qkvpacked_func is fa2.flash_attn_varlen_qkvpacked_func  # fmt: skip
+    assert client.same is client.flash_attn_varlen_qkvpacked_func is fa2.flash_attn_varlen_qkvpacked_func
     qkv = torch.randn(2, 6, 3, 4, 8)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     found = client.Layer(8)(qkv.clone(), mask)
@@ -135,7 +135,7 @@ def test_what_is_not_there_is_named(installed, code, error, module, name):
         ("from flash_attn import flash_attn_unpadded_func", "flash_attn_varlen_func since version 2"),
         ("from flash_attn.flash_attention import FlashMHA", "flash_attn.modules.mha"),
     ],
-)  # fmt: skip
+)
 def test_a_replacement_is_named(installed, code, advice):
     with pytest.raises(ImportError, match=f"Instead: .*{advice}"):
         exec(code, {})
@@ -153,7 +153,7 @@ def test_version_3_only_where_it_is_asked_for(order):
         assert ("flash_attn_interface" in importlib.metadata.packages_distributions()) == found
     finally:
         compat.uninstall()
-    assert importlib.util.find_spec("flash_attn") is importlib.util.find_spec("flash_attn_interface") is None  # fmt: skip
+    assert importlib.util.find_spec("flash_attn") is importlib.util.find_spec("flash_attn_interface") is None
 
 
 def test_a_real_version_3_stays_where_it_was_not_asked_for(monkeypatch):
@@ -211,10 +211,8 @@ def test_a_real_package_is_not_replaced_once_imported(name, monkeypatch):
     real.__file__ = "/somewhere/flash_attn/__init__.py"
     monkeypatch.setitem(sys.modules, name, real)
     before = list(sys.meta_path)
-    with pytest.raises(
-        RuntimeError, match=rf"{name} is imported already, from /somewhere.* first lines"
-    ):
-        compat.install(fa3=True)  # fmt: skip
+    with pytest.raises(RuntimeError, match=rf"{name} is imported already, from /somewhere.* first lines"):
+        compat.install(fa3=True)
     assert sys.modules[name] is real and sys.meta_path == before
 
 
@@ -223,7 +221,7 @@ def test_a_real_package_that_is_not_imported_comes_back(tmp_path, monkeypatch):
     (tmp_path / "flash_attn" / "__init__.py").write_text("real = True\n")
     information = tmp_path / "flash_attn-2.7.0.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.7.0\n")  # fmt: skip
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.7.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     compat.install()
     import flash_attn
@@ -262,7 +260,7 @@ def transformers(monkeypatch):
     two = dict(flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2])
     monkeypatch.setitem(
         flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX, 2, two | {"supported_devices": ((lambda: True, "cpu"),)}
-    )  # fmt: skip
+    )
     assert not import_utils.is_flash_attn_2_available()
     compat.install()
     assert import_utils.is_flash_attn_2_available() and not import_utils.is_flash_attn_3_available()
@@ -296,7 +294,7 @@ def counted(monkeypatch):
     calls = []
     for name in ("attention", "varlen_attention"):
         function = getattr(fa2, name)
-        monkeypatch.setattr(fa2, name, lambda *a, f=function, n=name, **o: calls.append(n) or f(*a, **o))  # fmt: skip
+        monkeypatch.setattr(fa2, name, lambda *a, f=function, n=name, **o: calls.append(n) or f(*a, **o))
     return calls
 
 
@@ -304,7 +302,7 @@ def counted(monkeypatch):
     "name, options",
     [("Llama", {}), ("Mistral", dict(sliding_window=3)), ("Gemma2", dict(head_dim=8, sliding_window=4))],
     ids=["Llama", "Mistral, window", "Gemma-2, softcap"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 def test_transformers_logits_and_gradients(transformers, monkeypatch, padding, name, options):
     ids, mask = torch.randint(1, 50, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
@@ -327,7 +325,7 @@ def test_transformers_packed_and_generated(transformers, monkeypatch):
     ids, mask = torch.randint(1, 50, (2, 6)), torch.ones(2, 6, dtype=torch.int64)
     mask[0, :3] = 0
     calls = counted(monkeypatch)
-    written = [m.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False) for m in (eager, flash)]  # fmt: skip
+    written = [m.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False) for m in (eager, flash)]
     assert torch.equal(*written) and calls.count("varlen_attention") == 2 * 4
     row = ids.reshape(1, -1)
     position = torch.cat((torch.arange(6), torch.arange(6)))[None]
@@ -353,5 +351,7 @@ def test_transformers_imported_after_install(tmp_path):
         "functions, _ = lazy_import_flash_attention('flash_attention_2')\n"
         "assert all(f.__module__.startswith('flashsci.') for f in functions)\n"
     )
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
     assert done.returncode == 0, done.stderr

@@ -89,9 +89,7 @@ def test_needs_only_the_stable_abi():
     assert not unstable
     assert any(n.startswith("aoti_torch_get_current_cuda_stream") for n in wanted)
     weak = [s for s in symbols if "aoti_torch_get_current_cuda_stream" in s]
-    assert all(re.search(r"\sw\s", s) for s in weak), (
-        "a strong reference cannot load under CPU torch"
-    )
+    assert all(re.search(r"\sw\s", s) for s in weak), "a strong reference cannot load under CPU torch"
 
 
 @needs_library
@@ -116,9 +114,7 @@ def test_cpu_tensors_are_refused():
     backend.build_info()
     q = torch.randn(2, 4, 8)
     with pytest.raises(NotImplementedError, match="cuda_forward"):
-        torch.ops.flashsci.cuda_forward(
-            q, q, q, *(None,) * 4, -1, -1, 1.0, 0.0, -1, -1, False, False, 0
-        )
+        torch.ops.flashsci.cuda_forward(q, q, q, *(None,) * 4, -1, -1, 1.0, 0.0, -1, -1, False, False, 0)
 
 
 @needs_library
@@ -213,18 +209,14 @@ def test_rejects(monkeypatch, change, words):
 def test_gradients_of_wide_heads_in_fp32(monkeypatch, capability, dims, served):
     """The forward runs everywhere, the backward where a block has 227 KiB of shared memory."""
     monkeypatch.setattr(backend.library, "build_info", lambda: BUILD)
-    problem = replace(
-        PROBLEM, dtype=torch.float32, capability=capability, head_dim=dims[0], head_dim_v=dims[1]
-    )
+    problem = replace(PROBLEM, dtype=torch.float32, capability=capability, head_dim=dims[0], head_dim_v=dims[1])
     assert backend.rejects(problem) is None
     generation, reason = backend.backward_kernels(problem)
     assert (generation, reason is None) == (80 if served else 0, served)
     assert served or "end at 128 on this device" in reason
 
 
-SHORT = replace(
-    PROBLEM, dtype=torch.float32, head_dim=16, head_dim_v=16, seq_q=29, seq_k=29, key_weight=True
-)
+SHORT = replace(PROBLEM, dtype=torch.float32, head_dim=16, head_dim_v=16, seq_q=29, seq_k=29, key_weight=True)
 
 
 @pytest.mark.parametrize(

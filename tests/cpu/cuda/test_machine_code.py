@@ -68,9 +68,7 @@ def test_a_kernel_with_such_a_read_fails_its_cases(monkeypatch):
     assert problem.startswith("paged_kernel reads UR20, which nothing has written: UIADD3")
     assert workers.undefined_reads() == []
     monkeypatch.setattr(machine_code, "triton_cubins", dict)
-    assert workers.undefined_reads() == [
-        "Triton kernels ran, and none of their machine code was found"
-    ]
+    assert workers.undefined_reads() == ["Triton kernels ran, and none of their machine code was found"]
 
 
 def test_cases_without_queries_or_keys_owe_no_machine_code(monkeypatch):
@@ -113,5 +111,5 @@ def test_what_a_process_has_compiled_is_found():
     pytest.importorskip("triton")
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -22,10 +22,8 @@ from flashsci.choice.loaded import Loaded
 from flashsci.testing import PagedCase, PagedVariant, make_paged_inputs
 
 UNITS = ("paged_fp16", "paged_bf16", "paged8_fp16", "paged8_bf16")
-BUILD = {"archs": ["80", "90"], "units": {f"cuda/{g}/{n}": "" for g in ("sm80", "sm90") for n in UNITS}}  # fmt: skip
-PROBLEM = Problem(
-    "cuda", (9, 0), torch.bfloat16, 8, 2, 128, 128, paged=True, cache_dtype=torch.bfloat16
-)
+BUILD = {"archs": ["80", "90"], "units": {f"cuda/{g}/{n}": "" for g in ("sm80", "sm90") for n in UNITS}}
+PROBLEM = Problem("cuda", (9, 0), torch.bfloat16, 8, 2, 128, 128, paged=True, cache_dtype=torch.bfloat16)
 SCALARS = PagedScalars(-1, 0.1, 0.0, -1, 0, False)
 FP32 = {"dtype": torch.float32, "cache_dtype": torch.float32}
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -49,9 +47,7 @@ def test_serves(built):
         assert backend.SM90.rejects(replace(PROBLEM, **change)) is None, change
         assert backend.SM80.rejects(replace(PROBLEM, **change)) is None, change
         for capability in ((8, 0), (8, 9), (12, 0)):
-            assert backend.rejects(replace(PROBLEM, capability=capability, **change)) is None, (
-                change
-            )
+            assert backend.rejects(replace(PROBLEM, capability=capability, **change)) is None, change
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,7 @@ def given(tokens=5, group=4, heads_k=2, dim=64, pages=6, page=16, **changes):
     cache = torch.zeros(pages, page, heads_k, dim, dtype=torch.bfloat16)
     tensors = PagedTensors(
         q, cache, cache, torch.zeros(2, 3).int(), torch.zeros(2).int(), torch.zeros(3).int(), None, None, None
-    )  # fmt: skip
+    )
     return tensors._replace(**changes), torch.zeros_like(q)
 
 
@@ -138,7 +134,7 @@ SHIFTED = bf16(6 * 16 * 2 * 64 + 4)[4:].view(6, 16, 2, 64)
         ({"block_table": torch.zeros(1).int().expand(2, 1 << 26)}, ("1073741824 keys", "reference")),
         ({"block_table": torch.zeros(1).int().expand(1 << 10, 1 << 23)}, ("more blocks", "triton")),
     ],
-)  # fmt: skip
+)
 def test_misfits(changes, words):
     tensors, out = given(**changes)
     reason = kernels.misfit(tensors, out)
@@ -154,9 +150,7 @@ def test_the_library_refuses_and_the_error_says_why(monkeypatch):
         raise RuntimeError("flashsci: paged_attention: no kernel serves this call")
 
     stand_in(monkeypatch, refuse)
-    with pytest.raises(
-        flashsci.BackendError, match=r"backend 'cuda' cannot serve this call: q has strides"
-    ):
+    with pytest.raises(flashsci.BackendError, match=r"backend 'cuda' cannot serve this call: q has strides"):
         kernels.attention(*given(q=ODD_ROWS), SCALARS)
     with pytest.raises(RuntimeError, match="no kernel serves"):
         kernels.attention(*given(), SCALARS)
@@ -199,7 +193,7 @@ def test_an_out_that_does_not_fit():
 @pytest.mark.parametrize(
     "dims, cache",
     [((64, 64), ""), ((192, 128), ""), ((40, 24), ""), ((192, 80), "float8_e4m3fn"), ((64, 64), "float8_e5m2")],
-)  # fmt: skip
+)
 def test_layouts_of_engines_fit(layout, page, dims, cache):
     """And one that is not aligned does not; dims of one row may have any stride."""
     case = PagedCase(PagedVariant("float16", cache, *dims), 1, (1, 7), (40, 90), 2, 4, page, layout, scales="heads" if cache else "none")  # fmt: skip
@@ -220,7 +214,7 @@ def test_calls_reach_the_library(built, monkeypatch):
     monkeypatch.setattr(backends, "LOADED", {"paged": Loaded()})
 
     def op(*arguments):
-        seen["sink"], seen["scalars"], seen["generation"] = arguments[6], arguments[10:-1], arguments[-1]  # fmt: skip
+        seen["sink"], seen["scalars"], seen["generation"] = arguments[6], arguments[10:-1], arguments[-1]
         return torch.zeros(0)
 
     stand_in(monkeypatch, op)
@@ -230,9 +224,7 @@ def test_calls_reach_the_library(built, monkeypatch):
     assert seen["sink"].dtype == torch.float32
     monkeypatch.undo()
     assert kernels.OPS.write_kv_cache is None
-    monkeypatch.setattr(
-        choose, "choose", lambda problem, name, strict: asked.append(name) or named(name)
-    )
+    monkeypatch.setattr(choose, "choose", lambda problem, name, strict: asked.append(name) or named(name))
     asked, call = [], facts(out, out, 2, 2, {})
     assert choose.decide("paged", call, "cuda").forward == "cuda"
     assert backends.LOADED["paged"]["cuda"] is kernels.OPS
@@ -269,7 +261,7 @@ def test_a_compiler_sees_shapes(wanted):
     backend.library.load()
     with FakeTensorMode():
         tensors, out = given()
-        lse = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *SCALARS._replace(return_lse=wanted), 0)  # fmt: skip
+        lse = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *SCALARS._replace(return_lse=wanted), 0)
     assert lse.shape == ((8, 5) if wanted else (0,)) and lse.dtype == torch.float32
 
 
@@ -286,9 +278,12 @@ def test_checks_judge_it_where_it_runs(monkeypatch):
     every, ampere = BUILD["units"], {n: d for n, d in BUILD["units"].items() if "sm80" in n}
     both, older = ("cuda:sm90", "cuda:sm80"), ("cuda:sm80",)
     for info, here, expected in (
-        (every, both, ("triton", "cuda", "cuda:sm80")), (every, older, ("triton", "cuda")), (ampere, both, ("triton", "cuda")),
-        ({}, both, ("triton",)), (every, (), ("triton",)),
-    ):  # fmt: skip
+        (every, both, ("triton", "cuda", "cuda:sm80")),
+        (every, older, ("triton", "cuda")),
+        (ampere, both, ("triton", "cuda")),
+        ({}, both, ("triton",)),
+        (every, (), ("triton",)),
+    ):
         monkeypatch.setattr(units, "library_units", lambda info=info: info)
         monkeypatch.setattr(units, "_runs_here", lambda name, here=here: name in here)
         cases, names = planning.paged_plan(60, 1, "cuda", backends)

@@ -49,9 +49,7 @@ def fault(mesh: Any, wrong: int, where: str, strategy: str) -> None:
             out.register_hook(failing)
         out.sum().backward()
     except BaseException as error:
-        raise RuntimeError(
-            f"after {time.monotonic() - start:.1f} s: {type(error).__name__} {error}"
-        ) from error
+        raise RuntimeError(f"after {time.monotonic() - start:.1f} s: {type(error).__name__} {error}") from error
 
 
 def failing(gradient: torch.Tensor) -> None:
@@ -116,9 +114,7 @@ def without_memory(mesh: Any, entry: str, offsets_too: bool = False) -> list[lis
         found = fd.varlen_attention(rows, rows, rows, edges, mesh=mesh, return_lse=True)
     elif entry == "triangle_attention":
         whole, bias = (x.new_zeros(*s, 6 * mesh.size(), n) for s, n in (((2, 4), 8), ((4,), 6)))
-        found = fd.triangle_attention(
-            whole, whole, whole, bias.mT, mesh=mesh, strategy="ring", return_lse=True
-        )
+        found = fd.triangle_attention(whole, whole, whole, bias.mT, mesh=mesh, strategy="ring", return_lse=True)
     else:
         found = (fd.unshard(x, mesh),)
     return [list(x.shape) for x in found]

@@ -54,9 +54,7 @@ def ranks() -> Iterator[Ranks]:
     started.stop()
 
 
-def check(
-    run, pool: list[Variant], worlds: tuple[int, ...], examples: int, function=split_call
-) -> None:
+def check(run, pool: list[Variant], worlds: tuple[int, ...], examples: int, function=split_call) -> None:
     """Problems that Hypothesis draws, the number of ranks and their parts with them, against the oracle of the whole."""
 
     @settings(max_examples=examples)
@@ -95,9 +93,7 @@ def test_results_of_more_ranks():
     check(emulated, pool(), (1, 5, 6, 7, 8), 25)
 
 
-@pytest.mark.parametrize(
-    "argument", ["causal", "scale", "softcap", "strategy", "dtype", "heads", "bias", "local"]
-)
+@pytest.mark.parametrize("argument", ["causal", "scale", "softcap", "strategy", "dtype", "heads", "bias", "local"])
 def test_ranks_that_differ_all_raise_before_data_moves(ranks, argument):
     outcomes = ranks.outcomes(agreement_of, 3, wrong=1, argument=argument)
     told = [error[0] for _, error in outcomes if error]

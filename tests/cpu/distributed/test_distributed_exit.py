@@ -74,6 +74,4 @@ def test_a_process_ends_well():
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert set(json.loads(done.stdout.splitlines()[-1])) == {0}, (
-        said
-    )  # before it, gloo of torch 2.10 has its say
+    assert set(json.loads(done.stdout.splitlines()[-1])) == {0}, said  # before it, gloo of torch 2.10 has its say

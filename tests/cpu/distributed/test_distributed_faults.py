@@ -106,7 +106,7 @@ def test_offsets_without_memory_are_refused(ranks):
     assert all("reads cu_seqlens" in text and "give it on the CPU" in text for text in said)
 
 
-@pytest.mark.parametrize("given, detail, times", [(False, False, 3), (True, False, 1), (True, True, 3)])  # fmt: skip
+@pytest.mark.parametrize("given, detail, times", [(False, False, 3), (True, False, 1), (True, True, 3)])
 def test_how_often_ranks_ask(ranks, given, detail, times):
     assert ranks.run(exchanges, 4, given=given, detail=detail) == [times] * 4
 

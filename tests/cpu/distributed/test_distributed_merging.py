@@ -39,7 +39,7 @@ def merged(out, lse, part, part_lse):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(2, 3, 70, 24), (3, 17, 64), (33, 8), (2, 2, 3, 5, 16), (2, 3, 0, 8)])  # fmt: skip
+@pytest.mark.parametrize("shape", [(2, 3, 70, 24), (3, 17, 64), (33, 8), (2, 2, 3, 5, 16), (2, 3, 0, 8)])
 def test_pieces_are_put_together(form, dtype, shape):
     out, part = torch.randn(shape), torch.randn(shape).to(dtype)
     lse, part_lse = 20 * torch.randn(2, *shape[:-1])
@@ -67,7 +67,7 @@ def test_sums_of_sixteen_bits_are_rounded_once(form, dtype):
 def test_rows_of_larger_tensors_in_any_order(form):
     """Views of rows, of tensors whose rows are farther apart than their heads, and nothing beside them changes."""
     sums = torch.randn(2, 40, 3, 16).transpose(1, 2)  # [2, 3, 40, 16], as [B, S, H, D] lies
-    lse, part, part_lse = torch.randn(2, 3, 40), torch.randn(2, 25, 3, 16).transpose(1, 2), torch.randn(2, 3, 25)  # fmt: skip
+    lse, part, part_lse = torch.randn(2, 3, 40), torch.randn(2, 25, 3, 16).transpose(1, 2), torch.randn(2, 3, 25)
     before, lse_before = sums.clone(), lse.clone()
     rows = slice(11, 36)
     expected, whole = merged(sums[:, :, rows], lse[..., rows], part, part_lse)

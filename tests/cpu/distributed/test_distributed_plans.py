@@ -33,16 +33,12 @@ def visible(total_q: int, total_k: int, band: Band) -> torch.Tensor:
     if band.right >= 0:
         keep &= j <= i + band.right
     if band.offsets is not None:
-        sequence = torch.bucketize(
-            torch.arange(total_q), torch.tensor(band.offsets[1:]), right=True
-        )
+        sequence = torch.bucketize(torch.arange(total_q), torch.tensor(band.offsets[1:]), right=True)
         keep &= sequence[:, None] == sequence
     return keep
 
 
-def covered(
-    found: list, places_q: list[int], places_k: list[int], shape: tuple[int, int]
-) -> torch.Tensor:
+def covered(found: list, places_q: list[int], places_k: list[int], shape: tuple[int, int]) -> torch.Tensor:
     """How often each pair of the whole is computed by pieces of these rows and keys."""
     times = torch.zeros(shape, dtype=torch.int)
     for piece in found:
@@ -105,9 +101,7 @@ def test_pieces_are_joined_where_one_call_is_the_two():
         found = [Piece(r, k, k, -1, bound()) for r, k in zip(*two, strict=True)]
         together = joined(found)
         places = list(range(20))
-        assert torch.equal(
-            covered(found, places, places, (20, 20)), covered(together, places, places, (20, 20))
-        ), found
+        assert torch.equal(covered(found, places, places, (20, 20)), covered(together, places, places, (20, 20))), found
         joins += len(together) == 1
     assert joins > 400
 
@@ -134,9 +128,7 @@ def test_layouts_have_every_row_once(kind, total, world):
 
 
 def test_head_and_tail_balance_a_causal_call():
-    balanced, lopsided = (
-        planned(4096, 8, causal=True, layout=x) for x in ("head_tail", "contiguous")
-    )
+    balanced, lopsided = (planned(4096, 8, causal=True, layout=x) for x in ("head_tail", "contiguous"))
     work = [balanced.pairs(r) for r in range(8)]
     assert max(work) - min(work) <= 1e-3 * max(work)
     assert lopsided.pairs(7) > 7 * lopsided.pairs(0)
@@ -146,9 +138,7 @@ def test_head_and_tail_balance_a_causal_call():
 def test_the_picture_is_what_is_computed():
     from tools.distributed import draw_ranks
 
-    assert draw_ranks.FILE.read_text() == draw_ranks.picture(), (
-        "python tools/distributed/draw_ranks.py --write"
-    )
+    assert draw_ranks.FILE.read_text() == draw_ranks.picture(), "python tools/distributed/draw_ranks.py --write"
     for layout in ("contiguous", "head_tail"):
         assert set(draw_ranks.computed(layout)) == {(i, j) for i in range(8) for j in range(i + 1)}
 
@@ -168,8 +158,7 @@ def test_the_model_hides_what_can_be_hidden():
     ring = predict(call, SIZES, "ring", True, fast)
     assert ring.compute <= ring.seconds < 1.05 * ring.compute
     assert (
-        predict(call, SIZES, "all_gather", True, fast).seconds
-        > predict(call, SIZES, "all_gather", True, fast).compute
+        predict(call, SIZES, "all_gather", True, fast).seconds > predict(call, SIZES, "all_gather", True, fast).compute
     )
     assert predict(call, SIZES, "ring", True, slow).seconds > 2 * ring.seconds
     assert ring.memory < predict(call, SIZES, "all_gather", True, fast).memory

@@ -17,9 +17,13 @@ ROOT = Path(__file__).resolve().parents[3]
 def run(*command):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     found = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 
@@ -35,9 +39,7 @@ def test_scaling_of_two_ranks():
     found = rows(said)
     seen = [(r[0], r[3], r[4], r[5].removesuffix("*")) for r in found]
     both = [
-        (scaling, "2", strategy)
-        for scaling in ("strong", "weak")
-        for strategy in ("ring", "all_gather", "ulysses")
+        (scaling, "2", strategy) for scaling in ("strong", "weak") for strategy in ("ring", "all_gather", "ulysses")
     ]
     assert seen == [
         (scaling, kind, ranks, name)
@@ -51,9 +53,7 @@ def test_scaling_of_two_ranks():
 
 
 def test_what_does_not_fit_into_the_time_is_left_out():
-    found = rows(
-        run("tools/distributed/context_parallel.py", "--device", "cpu", "--tiny", "--minutes", "0")
-    )
+    found = rows(run("tools/distributed/context_parallel.py", "--device", "cpu", "--tiny", "--minutes", "0"))
     assert {r[5] for r in found} == {"no time left"} and len(found) == 6
 
 
@@ -79,9 +79,7 @@ def test_torchs_context_parallelism_gets_what_it_wants():
         assert math.isnan(found["torch"][0]) and found["ours"][0] > 0
     """
     said = run("-c", textwrap.dedent(code))
-    assert re.search(
-        r"^torch on rank 0: NotImplementedError: .*flash_attention", said, re.MULTILINE
-    )
+    assert re.search(r"^torch on rank 0: NotImplementedError: .*flash_attention", said, re.MULTILINE)
 
 
 def test_a_long_sequence():
@@ -91,5 +89,5 @@ def test_a_long_sequence():
         said = run("examples/long_sequence.py", "--tokens", "192", "--ranks", str(ranks))
         assert f"192 tokens on {ranks} ranks, {rows} on this one: " in said
         assert re.search(r"second call: \d+\.\d\d s, \S+ TFLOP/s", said)
-        found.append([float(re.search(rf"{what} (\S+)", said)[1]) for what in ("loss", "gradient")])  # fmt: skip
+        found.append([float(re.search(rf"{what} (\S+)", said)[1]) for what in ("loss", "gradient")])
     assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -38,10 +38,7 @@ def traces(seq, ranks, layout, strategy, **options):
 def sent(trace):
     """Bytes of a rank's forward and of its backward."""
     middle = [s.key if s.what == "phase" else "" for s in trace].index("backward")
-    return [
-        sum(s.size for s in part if s.what in ("send", "collective"))
-        for part in (trace[:middle], trace[middle:])
-    ]
+    return [sum(s.size for s in part if s.what in ("send", "collective")) for part in (trace[:middle], trace[middle:])]
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
@@ -91,10 +88,7 @@ def test_messages_are_under_way_while_ranks_compute():
             begun = [i for i, (what, _) in enumerate(order) if what in ("send", "receive")]
             pieces = [i for i, step in enumerate(order) if step == ("phase", "piece")]
             waits = [order.index(("wait", order[i][1])) for i in begun]
-            hidden = [
-                any(i < piece < wait for piece in pieces)
-                for i, wait in zip(begun, waits, strict=True)
-            ]
+            hidden = [any(i < piece < wait for piece in pieces) for i, wait in zip(begun, waits, strict=True)]
             # k and v three times in each pass, their gradients three times, sent and received.
             assert len(hidden) == 9 * 4 and hidden == [True] * 32 + [False] * 4
 

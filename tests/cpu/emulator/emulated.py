@@ -29,7 +29,7 @@ def includes() -> Path:
     """Where cuda.h and cuda_runtime.h are."""
     nvcc = shutil.which("nvcc")
     beside = [Path(nvcc).resolve().parents[1] / "include"] if nvcc else []
-    places = [*beside, Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"))]  # fmt: skip
+    places = [*beside, Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"))]
     found = next((p for p in places if (p / "cuda_runtime.h").is_file()), None)
     if found is None or shutil.which("g++") is None:
         pytest.skip("no g++, or no headers of the CUDA toolkit")

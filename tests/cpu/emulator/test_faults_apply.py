@@ -17,7 +17,7 @@ from tests.cpu.emulator import (
 )
 
 SM90 = Path(__file__).resolve().parents[3] / "csrc" / "sm90"
-PAGED = [(generation, fault) for generation, _, fault in (p.values for p in test_paged_kernel.FAULTS)]  # fmt: skip
+PAGED = [(generation, fault) for generation, _, fault in (p.values for p in test_paged_kernel.FAULTS)]
 CHANGES = [
     *test_decode_kernel.FAULTS.values(),
     *test_forward_kernel.FAULTS.values(),
@@ -35,4 +35,4 @@ CHANGES = [
 def test_replaced_text_stands_once(file):
     text = (SM90 / file).read_text()
     for name, old, new in CHANGES:
-        assert name != file or (text.count(old) == 1 and old != new), f"{file} has {text.count(old)} times {old!r}"  # fmt: skip
+        assert name != file or (text.count(old) == 1 and old != new), f"{file} has {text.count(old)} times {old!r}"

@@ -15,9 +15,13 @@ from tools.kernels.launchers import ForwardParams, _pointer, _strides
 
 # Left out, which have tests of their own.
 ELSEWHERE = (
-    ("fwd/launch.cuh", "const cudaError_t error = triangle_fwd::launch<Op>(p, stream);", "const cudaError_t error = cudaErrorNotSupported;"),
+    (
+        "fwd/launch.cuh",
+        "const cudaError_t error = triangle_fwd::launch<Op>(p, stream);",
+        "const cudaError_t error = cudaErrorNotSupported;",
+    ),
     ("fwd/launch.cuh", "if (p.workspace != nullptr && decode::is_decoding(p)) {", "if constexpr (false) {"),
-)  # fmt: skip
+)
 
 
 def loaded(folder, *changes: tuple[str, str, str]) -> c.CDLL:
@@ -31,9 +35,7 @@ def kernel(tmp_path_factory):
     return loaded(tmp_path_factory.mktemp("forward"))
 
 
-def run(
-    library: c.CDLL, x: Inputs, seed: int = 0, processors: int = 3
-) -> dict[str, torch.Tensor] | None:
+def run(library: c.CDLL, x: Inputs, seed: int = 0, processors: int = 3) -> dict[str, torch.Tensor] | None:
     """out and lse; None where the kernel leaves the call to others."""
     given = x.options
     q, k, v = (y.resolve_neg() for y in (x.q, x.k, x.v))
@@ -82,28 +84,16 @@ DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 @pytest.mark.parametrize("dims", DIMS)
 def test_every_tile(kernel, dims, kind):
     """More keys than the ring has stages, rows of every consumer, last blocks that are cut; several tiles for each CTA."""
-    windowed = (
-        {"causal": True} if kind == "causal" else {"window": (70, 30)} if kind == "window" else {}
-    )
-    variant = Variant(
-        "bfloat16", *dims, softcap=kind == "softcap", varlen=kind == "varlen", window=bool(windowed)
-    )
-    sizes = (
-        dict(lens_q=(100, 0, 260), lens_k=(50, 20, 330))
-        if kind == "varlen"
-        else dict(seq_q=290, seq_k=600)
-    )
-    case = Case(
-        variant, 5, heads_k=2, softcap=9.0 if variant.softcap else None, **sizes, **windowed
-    )
+    windowed = {"causal": True} if kind == "causal" else {"window": (70, 30)} if kind == "window" else {}
+    variant = Variant("bfloat16", *dims, softcap=kind == "softcap", varlen=kind == "varlen", window=bool(windowed))
+    sizes = dict(lens_q=(100, 0, 260), lens_k=(50, 20, 330)) if kind == "varlen" else dict(seq_q=290, seq_k=600)
+    case = Case(variant, 5, heads_k=2, softcap=9.0 if variant.softcap else None, **sizes, **windowed)
     for processors in (3, 50):
         assert judge(kernel, case, processors)
 
 
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize(
-    ("seq_q", "wide"), ((192, False), (197, True), (256, True), (320, False), (500, True))
-)
+@pytest.mark.parametrize(("seq_q", "wide"), ((192, False), (197, True), (256, True), (320, False), (500, True)))
 def test_tiles_by_what_they_waste(kernel, seq_q, wide, causal):
     """Of 256 rows where these waste no more than those of 192: more keys than their ring has stages, too."""
     variant = Variant("bfloat16", 64, 64, window=causal)
@@ -117,15 +107,19 @@ def test_tiles_by_what_they_waste(kernel, seq_q, wide, causal):
 def test_generated(kernel, part):
     pool = [
         Variant("bfloat16", *dims, window=window, softcap=softcap)
-        for dims in ((32, 32), *DIMS) for window in (False, True) for softcap in (False, True)
-    ]  # fmt: skip
-    taken = [judge(kernel, case, (1, 3, 20)[case.seed % 3]) for case in generate(40 + part, 16, pool, score_limit=1 << 17)]  # fmt: skip
+        for dims in ((32, 32), *DIMS)
+        for window in (False, True)
+        for softcap in (False, True)
+    ]
+    taken = [
+        judge(kernel, case, (1, 3, 20)[case.seed % 3]) for case in generate(40 + part, 16, pool, score_limit=1 << 17)
+    ]
     assert sum(taken) >= 5, taken
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_generated_packed(kernel, part):
-    pool = [Variant("bfloat16", *dims, window=window, varlen=True) for dims in DIMS for window in (False, True)]  # fmt: skip
+    pool = [Variant("bfloat16", *dims, window=window, varlen=True) for dims in DIMS for window in (False, True)]
     taken = [judge(kernel, case) for case in generate(60 + part, 12, pool, score_limit=1 << 17)]
     assert sum(taken) >= 5, taken
 

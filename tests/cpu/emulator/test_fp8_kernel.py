@@ -85,7 +85,7 @@ def run(
         softcap=given["softcap"] or 0.0, window_left=-1 if left is None else left, window_right=-1 if right is None else right,
         lower_right=given["align"] == "lower_right", device=processors,
     )  # fmt: skip
-    scales = (scales_of(given.get(f"{n}_scale"), x, sequences) for n, x in zip("qkv", (q, k, v), strict=True))  # fmt: skip
+    scales = (scales_of(given.get(f"{n}_scale"), x, sequences) for n, x in zip("qkv", (q, k, v), strict=True))
     params = Params(call, *scales, dtype == torch.float16)
     library.rows = library.tile_rows(c.byref(params), processors)
     needed = library.workspace(c.byref(params), processors)
@@ -158,15 +158,11 @@ def test_few_keys_are_not_cut(kernel):
     assert judge(kernel, replace(PIECES, lens_k=(900,)), 4, False)
 
 
-WIDE = FP8Case(
-    FP8Variant("bfloat16", 64, 64, "causal"), 3, (197,), (600,), heads_k=2, scales=("128",) * 3
-)
+WIDE = FP8Case(FP8Variant("bfloat16", 64, 64, "causal"), 3, (197,), (600,), heads_k=2, scales=("128",) * 3)
 
 
 @pytest.mark.parametrize("window", ("none", "causal", "both"))
-@pytest.mark.parametrize(
-    ("seq_q", "rows"), ((192, 192), (197, 256), (256, 256), (320, 192), (500, 256))
-)
+@pytest.mark.parametrize(("seq_q", "rows"), ((192, 192), (197, 256), (256, 256), (320, 192), (500, 256)))
 def test_tiles_by_what_they_waste(kernel, seq_q, rows, window):
     """Of 256 rows where these waste no more than those of 192: more keys than their ring has stages, too."""
     for seq_k in (seq_q, 600):
@@ -217,7 +213,7 @@ def test_generated(kernel, part):
 
 def test_nan_of_another_sequence(kernel):
     """Stays there: of a neighbour's rows in the same block of keys the values are cut, the scores are hidden."""
-    case = FP8Case(FP8Variant(packed=True), 6, (70, 40, 130), (100, 30, 150), heads_k=2, scales=("64", "head", "64"))  # fmt: skip
+    case = FP8Case(FP8Variant(packed=True), 6, (70, 40, 130), (100, 30, 150), heads_k=2, scales=("64", "head", "64"))
     inputs = make_fp8_inputs(case)
     wanted = run(kernel, inputs)
     inputs.judge().require(wanted)
@@ -272,7 +268,9 @@ def test_faults_are_found(tmp_path, fault):
     how: tuple[int, ...] = ()
     tiles = "Tiles64"
     variant = FP8Variant("bfloat16", 64, 64, "causal", packed=True)
-    case = FP8Case(variant, 1, (100, 40, 200), (300, 77, 640), heads_k=2, scales=("128", "128", "128"), align="lower_right")  # fmt: skip
+    case = FP8Case(
+        variant, 1, (100, 40, 200), (300, 77, 640), heads_k=2, scales=("128", "128", "128"), align="lower_right"
+    )
     if FAULTS[fault][0] == "fp8/split_tail.cuh":
         case, how = PIECES, (5,)
     elif "kLate" in FAULTS[fault][1]:

@@ -98,9 +98,7 @@ def describe(inputs: PagedInputs, device: int) -> tuple[Params | Params8, dict[s
     if k.dtype == q.dtype:
         return params, results
     shape = len(given["seqused_k"]), k.shape[2]
-    k_scale, v_scale = (
-        None if given.get(n) is None else given[n].expand(shape) for n in ("k_scale", "v_scale")
-    )
+    k_scale, v_scale = (None if given.get(n) is None else given[n].expand(shape) for n in ("k_scale", "v_scale"))
     strides = [s for x in (k_scale, v_scale) for s in ((0, 0) if x is None else x.stride())]
     e5m2 = k.dtype == torch.float8_e5m2
     return Params8(params, _pointer(k_scale), _pointer(v_scale), *strides, e5m2), results
@@ -112,9 +110,7 @@ def device_of(processors: int, seed: int) -> int:
     return 3 * processors + seed % 3
 
 
-def run(
-    kernels: Kernels, inputs: PagedInputs, seed: int = 0, processors: int = 3
-) -> dict[str, torch.Tensor] | None:
+def run(kernels: Kernels, inputs: PagedInputs, seed: int = 0, processors: int = 3) -> dict[str, torch.Tensor] | None:
     """out and lse; None where the kernels leave the call to others. Nothing is written behind the workspace."""
     params, results = describe(inputs, device_of(processors, seed))
     library = kernels.of(inputs)
@@ -141,7 +137,7 @@ def judge(kernels: Kernels, case: PagedCase, processors: int = 3) -> None:
 def test_every_tile(kernel, dims, processors, cache):
     """Rings that go round, tiles that are cut and tiles that are not, in runs of every length."""
     variant = PagedVariant("bfloat16", cache, *dims, "causal")
-    case = PagedCase(variant, 2 + processors, (1, 30, 0, 2), (700, 90, 40, 150), 2, 3, 48, padding=2)  # fmt: skip
+    case = PagedCase(variant, 2 + processors, (1, 30, 0, 2), (700, 90, 40, 150), 2, 3, 48, padding=2)
     judge(kernel, case, processors)
 
 
@@ -208,7 +204,7 @@ def test_ctas_keep_step_in_long_runs(kernel, processors):
 def test_many_sequences(kernel, cache):
     """More than each CTA plans by itself."""
     lens_q = tuple(n % 5 != 3 for n in range(420))
-    case = PagedCase(PagedVariant("bfloat16", cache, 64, 64), 7, lens_q, tuple(range(420)), 1, 2)  # fmt: skip
+    case = PagedCase(PagedVariant("bfloat16", cache, 64, 64), 7, lens_q, tuple(range(420)), 1, 2)
     judge(kernel, case, 5)
 
 
@@ -230,7 +226,7 @@ def finite(case: PagedCase) -> PagedInputs:
 
 
 @caches
-@pytest.mark.parametrize("edges", ((0, 1, 8, 11), (5, 3, 2, 900), (-7, 2**31 - 1, 0, 4), (11, 11, 11, 11)))  # fmt: skip
+@pytest.mark.parametrize("edges", ((0, 1, 8, 11), (5, 3, 2, 900), (-7, 2**31 - 1, 0, 4), (11, 11, 11, 11)))
 @pytest.mark.parametrize("used", ((2**31 - 1, -5, 2**30), (-(2**31), 1, 10**9)))
 @pytest.mark.parametrize("entry", (None, 2**31 - 1, -(2**31)))
 def test_what_is_out_of_range_reads_nothing_beyond_the_tensors(kernel, edges, used, entry, cache):
@@ -262,7 +258,7 @@ def test_rows_of_q_of_any_size(kernel, power, dim):
 
 
 def test_numbers_in_a_row_of_q_of_all_sizes(kernel):
-    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", FORMATS[0]), 1, (1, 9), (300, 90), 2, 4))  # fmt: skip
+    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", FORMATS[0]), 1, (1, 9), (300, 90), 2, 4))
     inputs.q.mul_(torch.logspace(-12, 0, 64)[torch.randperm(64)])
     inputs.judge(fused=True).require(run(kernel, inputs))
 
@@ -270,7 +266,7 @@ def test_numbers_in_a_row_of_q_of_all_sizes(kernel):
 @pytest.mark.parametrize("value", (torch.inf, torch.nan))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_a_row_of_q_that_is_not_finite_is_no_other_rows_business(kernel, dtype, value):
-    inputs = make_paged_inputs(PagedCase(PagedVariant(dtype, FORMATS[1]), 1, (1, 9), (300, 90), 2, 4))  # fmt: skip
+    inputs = make_paged_inputs(PagedCase(PagedVariant(dtype, FORMATS[1]), 1, (1, 9), (300, 90), 2, 4))
     expected = run(kernel, inputs)
     inputs.q[3, 5, 7] = value
     found = run(kernel, inputs)
@@ -284,7 +280,7 @@ def test_a_row_of_q_that_is_not_finite_is_no_other_rows_business(kernel, dtype, 
 @pytest.mark.parametrize("number", (True, False))
 def test_scales_of_any_strides(kernel, number):
     """One number for all, or a column of a larger table, either without the other."""
-    case = PagedCase(PagedVariant("float16", FORMATS[0]), 7, (1, 3), (300, 40), 3, 2, scales="heads")  # fmt: skip
+    case = PagedCase(PagedVariant("float16", FORMATS[0]), 7, (1, 3), (300, 40), 3, 2, scales="heads")
     inputs = make_paged_inputs(case)
     for name in ("k_scale", "v_scale"):
         scale = inputs.options[name]
@@ -306,7 +302,7 @@ def test_no_sequence(kernel, cache):
 
 @caches
 def test_no_lse_is_asked_for(kernel, cache):
-    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", cache), 1, (1, 20), (600, 30), 2, 2))  # fmt: skip
+    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", cache), 1, (1, 20), (600, 30), 2, 2))
     wanted = run(kernel, inputs)
     params, found = describe(inputs, device_of(3, 1))
     library = kernel.of(inputs)
@@ -327,7 +323,7 @@ def test_no_lse_is_asked_for(kernel, cache):
 )  # fmt: skip
 def test_what_they_leave_to_others(kernel, changes, cache):
     """Before anything is launched, and without a workspace where sizes are the reason. No size overflows on the way."""
-    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", cache), 1, (1, 20), (600, 30), 2, 2))  # fmt: skip
+    inputs = make_paged_inputs(PagedCase(PagedVariant("bfloat16", cache), 1, (1, 20), (600, 30), 2, 2))
     params, results = describe(inputs, device_of(3, 1))
     for name, value in changes.items():
         setattr(call_of(params), name, value)
@@ -348,7 +344,7 @@ def test_bytes_as_fp16_without_an_instruction(tmp_path, cache):
     for i, word in enumerate(every.view(torch.int32).tolist()):
         unit = widen(c.c_uint32(word), cache == "float8_e5m2", c.c_void_p(wide.data_ptr() + 8 * i))
     expected = every.view(getattr(torch, cache)).float()
-    assert torch.equal((wide.float() * unit).nan_to_num(1e9, 2e9, -2e9), expected.nan_to_num(1e9, 2e9, -2e9))  # fmt: skip
+    assert torch.equal((wide.float() * unit).nan_to_num(1e9, 2e9, -2e9), expected.nan_to_num(1e9, 2e9, -2e9))
 
 
 SHARED = {
@@ -410,17 +406,19 @@ def file_of(name: str, generation: str) -> str:
 def finds(folder: Path, generation: str, cache: str, fault: tuple[str, str, str]) -> bool:
     """Whether some of a few calls show a fault."""
     other_tiles = [
-        ("../core/paged/host.cuh", f"return launch(std::integral_constant<int, {dim}>());", "return cudaErrorNotSupported;")
+        (
+            "../core/paged/host.cuh",
+            f"return launch(std::integral_constant<int, {dim}>());",
+            "return cudaErrorNotSupported;",
+        )
         for dim in (128, 256)
-    ]  # fmt: skip
+    ]
     file, *texts = fault
     broken = Kernels(folder, generation, (file_of(file, generation), *texts), *other_tiles)
     scales = "heads" if cache else "none"
     variant = PagedVariant("bfloat16", cache, 64, 64, "both", sink=True)
     case = PagedCase(variant, 0, (1, 30, 0, 2, 5), (1900, 90, 40, 150, 700), 2, 4, 48, outside=True, padding=3, left=900, scales=scales)  # fmt: skip
-    whole = PagedCase(
-        PagedVariant("bfloat16", cache), 0, (1,) * 9, (128,) * 9, 2, 16
-    )  # no block is cut
+    whole = PagedCase(PagedVariant("bfloat16", cache), 0, (1,) * 9, (128,) * 9, 2, 16)  # no block is cut
 
     def judged(seed: int) -> None:
         for given in (case, whole):
@@ -436,7 +434,7 @@ FAULTS = [
     for kind, (generation, cache) in enumerate(KINDS)
     for own in (OF_8_BITS if cache else OF_16_BITS,)
     for name, fault in [*list(SHARED.items())[kind :: len(KINDS)], *LOADS[generation].items(), *own.items()]
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow

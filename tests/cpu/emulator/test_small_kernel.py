@@ -42,7 +42,7 @@ def common(x: Inputs, room: int) -> dict:
     unbounded = lambda side: -1 if side is None else side  # noqa: E731
     mask = None if x.mask is None else x.mask.view(torch.uint8)
     bias = x.bias if x.key_weight is None else x.key_weight.unsqueeze(-2)
-    kind_of_bias = 2 if x.key_weight is not None else int(bias is not None and bias.dtype == torch.float32)  # fmt: skip
+    kind_of_bias = 2 if x.key_weight is not None else int(bias is not None and bias.dtype == torch.float32)
     scale = x.options.get("scale")
     return dict(
         q=_pointer(q), k=_pointer(k), v=_pointer(v), q_strides=_strides(q), k_strides=_strides(k), v_strides=_strides(v),
@@ -63,18 +63,21 @@ def kind(x: Inputs) -> int:
     return {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}[x.q.dtype]
 
 
-def forward(library: c.CDLL, x: Inputs, seed: int = 0, room: int = 228) -> dict[str, torch.Tensor] | None:  # fmt: skip
+def forward(library: c.CDLL, x: Inputs, seed: int = 0, room: int = 228) -> dict[str, torch.Tensor] | None:
     """None where the kernel leaves the call to others."""
     out, lse = poisoned(x.q, x.v.shape[-1]), torch.full(x.q.shape[:-1], torch.nan)
-    p = ForwardParams(
-        **common(x, room), out=_pointer(out), lse=_pointer(lse), out_strides=_strides(out)
-    )
+    p = ForwardParams(**common(x, room), out=_pointer(out), lse=_pointer(lse), out_strides=_strides(out))
     return {"out": out, "lse": lse} if emulate(library.emulate_forward, p, kind(x), seed) else None
 
 
 def backward(
-    library: c.CDLL, x: Inputs, made: dict[str, torch.Tensor], seed: int = 0, room: int = 228, laid: dict[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor] | None:  # fmt: skip
+    library: c.CDLL,
+    x: Inputs,
+    made: dict[str, torch.Tensor],
+    seed: int = 0,
+    room: int = 228,
+    laid: dict[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor] | None:
     """laid: tensors as which gradients lie, those that are not to lie as what they are gradients of."""
     found = {f"d{name}": poisoned((laid or {}).get(name, getattr(x, name))) for name in "qkv"}
     p = common(x, room) | {"max_seqlen_k": -1}
@@ -146,7 +149,7 @@ def simple(
     """Heads inside rows, as projections leave them."""
     random = torch.Generator().manual_seed(seed)
     shapes = [(rows, dims[0]), (keys, dims[0]), (keys, dims[1]), (rows, dims[1])]
-    q, k, v, gradient = (torch.randn(*batch, n, heads, d, generator=random).transpose(-2, -3) for n, d in shapes)  # fmt: skip
+    q, k, v, gradient = (torch.randn(*batch, n, heads, d, generator=random).transpose(-2, -3) for n, d in shapes)
     cast = lambda x: x.to(dtype)  # noqa: E731
     return Inputs(cast(q * size), cast(k), cast(v), dout=cast(gradient * dout), options=options)
 
@@ -189,9 +192,14 @@ def test_generated_key_weights(kernels, seed):
     """Of one head or of all of them, zeros and rows of zeros among them, with a gradient and without."""
     choices = SeededChoices(seed + 500)
     variant = Variant(
-        "float32", *choices.one_of(DIMS), key_weight="float", key_weight_grad=choices.one_of((True, True, False)),
-        mask=choices.one_of((False, True)), window=choices.one_of((False, True)), lse_grad=choices.one_of((False, True)),
-    )  # fmt: skip
+        "float32",
+        *choices.one_of(DIMS),
+        key_weight="float",
+        key_weight_grad=choices.one_of((True, True, False)),
+        mask=choices.one_of((False, True)),
+        window=choices.one_of((False, True)),
+        lse_grad=choices.one_of((False, True)),
+    )
     judge(kernels, make_inputs(draw_case(choices, [variant], LENGTHS), torch.device("cpu")))
 
 
@@ -250,9 +258,7 @@ def laid_out(x: Inputs, joint: bool, **order: bool) -> Inputs:
         made = dict(zip(rows, qkv.transpose(-2, -4).unbind(-3), strict=True))
     for name, inside in order.items():
         y = getattr(x, name)
-        made[name] = (
-            y.transpose(-2, -3).contiguous().transpose(-2, -3) if inside else y.contiguous()
-        )
+        made[name] = y.transpose(-2, -3).contiguous().transpose(-2, -3) if inside else y.contiguous()
     return replace(x, **made)
 
 
@@ -294,7 +300,7 @@ def require_the_same_bits(library: c.CDLL, x: Inputs, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", KINDS, ids=DTYPES)
 @pytest.mark.parametrize("dim", (16, 32, 64))
-@pytest.mark.parametrize("rows, keys, heads", ((16, 9, 6), (5, 16, 4), (24, 24, 4), (17, 23, 2), (32, 27, 3)))  # fmt: skip
+@pytest.mark.parametrize("rows, keys, heads", ((16, 9, 6), (5, 16, 4), (24, 24, 4), (17, 23, 2), (32, 27, 3)))
 def test_the_same_bits_in_any_layout(kernels, dtype, dim, rows, keys, heads):
     """Every kernel of whole rows, staged where it is, and its direct one."""
     x = simple(rows, keys, heads=heads, dims=(dim, dim), dtype=dtype, batch=(1, 2), seed=rows)
@@ -451,7 +457,7 @@ def within(x: torch.Tensor) -> torch.Tensor:
 def judge_layouts(library: c.CDLL, dtype: torch.dtype, dim: int, heads: int) -> None:
     """Tensors that lie alike, and each that does not; rows amid NaN."""
     for rows in (14, 22, 29):
-        same = simple(rows, rows, heads=heads, dims=(dim, dim), dtype=dtype, batch=(1, 2), seed=rows)  # fmt: skip
+        same = simple(rows, rows, heads=heads, dims=(dim, dim), dtype=dtype, batch=(1, 2), seed=rows)
         alone = {n: getattr(same, n).contiguous() for n in ("k", "v", "dout")}
         amid = {n: within(getattr(same, n)) for n in ("q", "k", "v", "dout")}
         for changed in ({}, {"k": alone["k"]}, {"v": alone["v"]}, {"dout": alone["dout"]}, amid):

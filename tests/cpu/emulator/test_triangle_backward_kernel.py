@@ -45,7 +45,7 @@ class Case:
 
 def normal(case: Case, random: torch.Generator, heads: int, rows: int, dim: int) -> torch.Tensor:
     """In the middle of NaN; layout "bshd": heads inside rows."""
-    shape = (*case.batch, rows, heads, dim) if case.layout == "bshd" else (*case.batch, heads, rows, dim)  # fmt: skip
+    shape = (*case.batch, rows, heads, dim) if case.layout == "bshd" else (*case.batch, heads, rows, dim)
     wide = torch.full((*shape[:-1], 64), torch.nan, dtype=case.dtype)
     wide[..., 8 : 8 + dim] = case.size * torch.randn(shape, generator=random)
     x = wide[..., 8 : 8 + dim]
@@ -112,7 +112,7 @@ def run(library: c.CDLL, case: Case, inputs: Inputs, forward, seed: int):
     space = torch.full((library.workspace(c.byref(p)) + 256,), 255, dtype=torch.uint8)
     p.workspace = (space.data_ptr() + 255) // 256 * 256
     taken = emulate(library.emulate, p, case.dtype == torch.bfloat16, seed, case.processors)
-    assert bool((space[-(256 - (p.workspace - space.data_ptr())) or None :] == 255).all()), "beyond the workspace"  # fmt: skip
+    assert bool((space[-(256 - (p.workspace - space.data_ptr())) or None :] == 255).all()), "beyond the workspace"
     del keep
     return found if taken else None
 
@@ -149,7 +149,7 @@ CASES = {
     "owners of fewer members than groups": Case(batch=(3, 16), own=True, processors=130, seed=17),
     "large scores": Case(size=8.0, seed=18),
     "an lse beyond 2^20": Case(size=700.0, seed=19, mask="padding"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -212,6 +212,4 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(tmp_path, fault):
     broken = build(tmp_path, "triangle_backward", FAULTS[fault])
-    assert is_found(
-        lambda seed: judge(broken, Case(rows=300, mask="padding", seed=seed)), range(2, 6)
-    )
+    assert is_found(lambda seed: judge(broken, Case(rows=300, mask="padding", seed=seed)), range(2, 6))

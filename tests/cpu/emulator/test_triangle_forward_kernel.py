@@ -48,8 +48,8 @@ def make(
     seq_k = seq_q if seq_k is None else seq_k
     rows = ((seq_q, heads[0], dims[0]), (seq_k, heads[1], dims[0]), (seq_k, heads[1], dims[1]))
     # [.., S, H, D] in memory, as projections leave them.
-    q, k, v = (torch.randn(*batch, *shape, generator=made).to(dtype).transpose(-2, -3) for shape in rows)  # fmt: skip
-    scores = padded(torch.randn(*bias_batch, heads[0], seq_q, seq_k, generator=made).mul(2).to(bias))  # fmt: skip
+    q, k, v = (torch.randn(*batch, *shape, generator=made).to(dtype).transpose(-2, -3) for shape in rows)
+    scores = padded(torch.randn(*bias_batch, heads[0], seq_q, seq_k, generator=made).mul(2).to(bias))
     hidden = None
     if mask is not None:
         hidden = torch.rand(*batch, 1, 1, seq_k, generator=made) >= mask
@@ -62,11 +62,13 @@ def run(
 ) -> dict[str, torch.Tensor] | None:
     """out and lse; None where the kernel leaves the call to others. room: whether there is a workspace."""
     q, k, v, bias, mask = x.q, x.k, x.v, x.bias, x.mask
-    out = torch.full((*q.shape[:2], q.shape[3], q.shape[2], v.shape[-1]), torch.nan, dtype=q.dtype).transpose(-2, -3)  # fmt: skip
+    out = torch.full((*q.shape[:2], q.shape[3], q.shape[2], v.shape[-1]), torch.nan, dtype=q.dtype).transpose(-2, -3)
     lse = torch.full(q.shape[:-1], torch.nan)
     bytes_ = None if mask is None else mask.to(torch.uint8)
     workspace = torch.full((bias.numel() * 2 + 4096,), torch.nan)
-    given = BiasMask(_pointer(bias), _pointer(bytes_), _score_strides(bias), _score_strides(bytes_), int(bias.dtype == FP32))  # fmt: skip
+    given = BiasMask(
+        _pointer(bias), _pointer(bytes_), _score_strides(bias), _score_strides(bytes_), int(bias.dtype == FP32)
+    )
     params = ForwardParams(
         *map(_pointer, (q, k, v, out, lse)), None, None, *map(_strides, (q, k, v, out)), bias_mask=given,
         batch0=q.shape[0], batch1=q.shape[1], heads_q=q.shape[2], heads_k=k.shape[2], seq_q=q.shape[3], seq_k=k.shape[3],
@@ -92,9 +94,7 @@ KINDS = [(d, b) for d in (BF16, FP16) for b in (d, FP32)]
 @pytest.mark.parametrize("seq_q, seq_k", ((64, 64), (100, 150), (200, 390), (17, 500)))
 def test_lengths(kernel, dtype, bias, seq_q, seq_k):
     """Tails of rows and keys; a bias that stays and one that does not (more than 384 keys)."""
-    judge(
-        kernel, make(seq_q, seq_k, dtype=dtype, bias=bias, heads=(2, 2)), seed=seq_q + seq_k // 10
-    )
+    judge(kernel, make(seq_q, seq_k, dtype=dtype, bias=bias, heads=(2, 2)), seed=seq_q + seq_k // 10)
 
 
 @pytest.mark.parametrize("dtype, bias", KINDS)
@@ -179,11 +179,11 @@ def test_bias_of_a_linear(kernel, dtype, bias, seq_q, seq_k):
     x = make(seq_q, seq_k, dtype=dtype, bias=bias, heads=(2, 2), mask=0.4)
     x.bias = x.bias.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
     judge(kernel, x, seed=seq_k)
-    x = make(40, 90, dtype=dtype, bias=bias, batch=(2, 9), bias_batch=(2, 1), heads=(3, 1), dims=(16, 32))  # fmt: skip
-    x.bias = torch.cat([x.bias, x.bias], 2).permute(0, 1, 3, 4, 2).contiguous()[..., :3].permute(0, 1, 4, 2, 3)  # fmt: skip
+    x = make(40, 90, dtype=dtype, bias=bias, batch=(2, 9), bias_batch=(2, 1), heads=(3, 1), dims=(16, 32))
+    x.bias = torch.cat([x.bias, x.bias], 2).permute(0, 1, 3, 4, 2).contiguous()[..., :3].permute(0, 1, 4, 2, 3)
     judge(kernel, x, seed=seq_q)
     x = make(70, 90, dtype=dtype, bias=bias, heads=(2, 2))
-    x.bias = x.bias[:, :, :1].transpose(-1, -2).contiguous().transpose(-1, -2).expand(-1, -1, 2, -1, -1)  # fmt: skip
+    x.bias = x.bias[:, :, :1].transpose(-1, -2).contiguous().transpose(-1, -2).expand(-1, -1, 2, -1, -1)
     judge(kernel, x)
 
 
@@ -254,7 +254,7 @@ def test_faults_are_found(tmp_path, fault):
     broken = build(tmp_path, "triangle_forward", FAULTS[fault])
 
     def judged(seed: int) -> None:
-        x = make(200, 500 if seed % 2 else 300, bias=(FP32, BF16)[seed // 2 % 2], mask=0.5, seed=seed)  # fmt: skip
+        x = make(200, 500 if seed % 2 else 300, bias=(FP32, BF16)[seed // 2 % 2], mask=0.5, seed=seed)
         judge(broken, x, seed)
 
     assert is_found(judged)

@@ -52,7 +52,7 @@ class Pool:
         return self.store[1]
 
     def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None):
-        for x, cache, scale in ((cache_k, self.store[0], k_scale), (cache_v, self.store[1], v_scale)):  # fmt: skip
+        for x, cache, scale in ((cache_k, self.store[0], k_scale), (cache_v, self.store[1], v_scale)):
             cache[loc_info.loc] = (x if scale is None else x / scale).to(self.dtype)
 
 
@@ -62,7 +62,7 @@ class WindowPool:
     def __init__(self):
         self.pools = [Pool(), Pool()]
         self.layers_mapping = {0: (0, False), 1: (0, True)}
-        self.mapping = torch.cat([torch.arange(i, i + PAGE) for i in range(SLOTS - PAGE, -1, -PAGE)])  # fmt: skip
+        self.mapping = torch.cat([torch.arange(i, i + PAGE) for i in range(SLOTS - PAGE, -1, -PAGE)])
 
     def translate_loc_from_full_to_swa(self, kv_indices):
         return self.mapping[kv_indices]
@@ -135,10 +135,13 @@ class Requests:
         self.keys, self.values = torch.randn(2, 3, WIDTH, 2, 8)
         self.backend = integration.module.FlashSciBackend(
             SimpleNamespace(
-                page_size=PAGE, device="cpu", token_to_kv_pool=self.pool,
-                req_to_token_pool=SimpleNamespace(req_to_token=table), ps=SimpleNamespace(attn_dcp_size=1),
+                page_size=PAGE,
+                device="cpu",
+                token_to_kv_pool=self.pool,
+                req_to_token_pool=SimpleNamespace(req_to_token=table),
+                ps=SimpleNamespace(attn_dcp_size=1),
             )
-        )  # fmt: skip
+        )
 
     def batch(self, before, after, which=(0, 1, 2)):
         """A step that takes requests from lengths ``before`` to ``after``."""
@@ -151,7 +154,7 @@ class Requests:
             seq_lens=lens, seq_lens_cpu=lens, extend_seq_lens=torch.tensor(new), extend_seq_lens_cpu=new,
             out_cache_loc=torch.cat([self.slots[n, t] for n, t in zip(which, take, strict=True)]),
         )  # fmt: skip
-        step.new = [torch.cat([x[n, t] for n, t in zip(which, take, strict=True)]) for x in (self.keys, self.values)]  # fmt: skip
+        step.new = [torch.cat([x[n, t] for n, t in zip(which, take, strict=True)]) for x in (self.keys, self.values)]
         return step
 
     def run(self, before, after, made, which=(0, 1, 2), prepare=None, **options):
@@ -159,13 +162,15 @@ class Requests:
         step = self.batch(before, after, which)
         (prepare or self.backend.init_forward_metadata)(step)
         query = torch.randn(step.out_cache_loc.shape[0], 32)
-        run = self.backend.forward_decode if step.forward_mode.is_decode() else self.backend.forward_extend  # fmt: skip
+        run = self.backend.forward_decode if step.forward_mode.is_decode() else self.backend.forward_extend
         out = run(query, *step.new, made, step, **options)
         assert out.shape == query.shape
         keys, values = self.keys, self.values
         if made.k_scale is not None:
-            keys, values = ((x / s).to(self.pool.dtype).float() * s for x, s in ((keys, made.k_scale), (values, made.v_scale)))  # fmt: skip
-        parts = (x.reshape(-1, 4, 8).split([b - a for a, b in zip(before, after, strict=True)]) for x in (out, query))  # fmt: skip
+            keys, values = (
+                (x / s).to(self.pool.dtype).float() * s for x, s in ((keys, made.k_scale), (values, made.v_scale))
+            )
+        parts = (x.reshape(-1, 4, 8).split([b - a for a, b in zip(before, after, strict=True)]) for x in (out, query))
         for n, end, found, q in zip(which, after, *parts, strict=True):
             judge(found, q, keys[n, :end], values[n, :end], made, options.get("sinks"))
 
@@ -260,7 +265,7 @@ def test_rows_that_pad_a_replay_write_to_the_slot_of_nobody(integration):
     step.batch_size = 3
     step.req_pool_indices, step.seq_lens = (
         torch.cat([x, torch.tensor([fill])]) for x, fill in ((step.req_pool_indices, 0), (step.seq_lens, 1))
-    )  # fmt: skip
+    )
     capture(step)
     moved = requests.pool.translate_loc_from_full_to_swa(step.out_cache_loc)
     assert backend.step.tables.window_slots.tolist() == [*moved.tolist(), 0]
@@ -293,9 +298,7 @@ def test_refusals(integration):
     with pytest.raises(ValueError, match="--page-size 16"):
         integration.module.FlashSciBackend(SimpleNamespace(page_size=1))
     with pytest.raises(ValueError, match="--dcp-size is not supported"):
-        integration.module.FlashSciBackend(
-            SimpleNamespace(page_size=PAGE, ps=SimpleNamespace(attn_dcp_size=2))
-        )
+        integration.module.FlashSciBackend(SimpleNamespace(page_size=PAGE, ps=SimpleNamespace(attn_dcp_size=2)))
 
 
 def test_registration(integration):

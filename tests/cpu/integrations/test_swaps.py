@@ -113,9 +113,7 @@ class Block(nn.Module):
         return x + self.proj(out.transpose(1, 2).reshape(x.shape))
 
 
-SIZES = dict(
-    vocab_size=50, hidden_size=E, intermediate_size=32, num_hidden_layers=2, num_attention_heads=H
-)
+SIZES = dict(vocab_size=50, hidden_size=E, intermediate_size=32, num_hidden_layers=2, num_attention_heads=H)
 
 
 def language_model(kind, implementation="sdpa", **options):
@@ -198,9 +196,7 @@ def results(module, run, x, training):
     leaves = {"x": x, **dict(module.named_parameters())}
     weight = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).reshape(out.shape)
     ends = torch.autograd.grad((out * weight).sum(), list(leaves.values()), allow_unused=True)
-    return {"out": out.detach()} | {
-        n: g for n, g in zip(leaves, ends, strict=True) if g is not None
-    }
+    return {"out": out.detach()} | {n: g for n, g in zip(leaves, ends, strict=True) if g is not None}
 
 
 def judged(ours, before, truth):
@@ -210,9 +206,7 @@ def judged(ours, before, truth):
         error, plain = (y.double().sub(truth[name]).abs().max().item() for y in (x, before[name]))
         floor = 8 * torch.finfo(x.dtype).eps * max(truth[name].abs().max().item(), 1.0)
         assert x.dtype == before[name].dtype and x.shape == before[name].shape
-        assert error <= 2 * plain + floor, (
-            f"{name}: error {error:.3g}, before {plain:.3g}, floor {floor:.3g}"
-        )
+        assert error <= 2 * plain + floor, f"{name}: error {error:.3g}, before {plain:.3g}, floor {floor:.3g}"
 
 
 @pytest.fixture
@@ -256,9 +250,7 @@ def compare(name, training, order, dtype=torch.float32):
     x = rows(B, S, E)
     with contextlib.suppress(AttributeError):
         x = rows(B, S, module.to_q.in_features)
-    truth = (
-        results(copy.deepcopy(module).double(), run, x.double(), training) if _casts(name) else None
-    )
+    truth = results(copy.deepcopy(module).double(), run, x.double(), training) if _casts(name) else None
     before = results(module.to(dtype), run, x.to(dtype), training)
     with swapped(order):
         ours = results(module, run, x.to(dtype), training)
@@ -325,9 +317,7 @@ def test_under_autocast():
         ours = results(block, run, x, True)
     for name, y in ours.items():
         error, plain = (z.double().sub(truth[name]).abs().max() for z in (y, before[name]))
-        assert error <= 2 * plain + 8 * torch.finfo(torch.bfloat16).eps * truth[name].abs().max(), (
-            name
-        )
+        assert error <= 2 * plain + 8 * torch.finfo(torch.bfloat16).eps * truth[name].abs().max(), name
 
 
 def test_functions_of_flash_attn_in_a_swapped_program():

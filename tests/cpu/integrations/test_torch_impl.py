@@ -109,7 +109,7 @@ def test_results_are_what_the_meta_kernels_promise(on_cpu, layout, heads):
         second = aten._flash_attention_forward(*rows, None, None, 6, 6, 0.0, True, False)
         last = aten._flash_attention_backward(
             torch.ones_like(second[0]), *rows, second[0], second[1], None, None, 6, 6, 0.0, True, *second[2:4]
-        )  # fmt: skip
+        )
         return [*first, *more, *second, *last]
 
     ours, promised = run(q, k, v), run(*(x.to("meta") for x in (q, k, v)))
@@ -185,7 +185,7 @@ def test_varlen_attn(on_cpu, window, heads):
     pieces = [
         flashsci.attention(*(x.transpose(0, 1).double() for x in qkv), window=window, align="lower_right", scale=0.4)
         for qkv in zip(q.split(LENGTHS_Q), k.split(LENGTHS_K), v.split(LENGTHS_K), strict=True)
-    ]  # fmt: skip
+    ]
     due = torch.cat([x.transpose(0, 1) for x in pieces])
     torch.testing.assert_close(out, due.float())
     dout = torch.randn_like(out)
@@ -194,9 +194,7 @@ def test_varlen_attn(on_cpu, window, heads):
         torch.testing.assert_close(found, gradient)
 
 
-@pytest.mark.skipif(
-    "_flash_attention_forward_no_dropout_inplace" not in PRESENT, reason="no such op"
-)
+@pytest.mark.skipif("_flash_attention_forward_no_dropout_inplace" not in PRESENT, reason="no such op")
 def test_varlen_attn_out(on_cpu):
     from torch.nn.attention.varlen import AuxRequest, varlen_attn_out
 
@@ -234,7 +232,7 @@ def test_keys_in_pieces(on_cpu, causal):
     due = flashsci.attention(*whole, causal=causal, align="lower_right")
     torch.testing.assert_close(out, due, rtol=1e-12, atol=1e-12)
     dq, dk, dv = torch.autograd.grad(due, whole, dout)
-    ours = (found[0][0] + found[1][0], *(torch.cat([a[i], b[i]], 2) for a, b in [found] for i in (1, 2)))  # fmt: skip
+    ours = (found[0][0] + found[1][0], *(torch.cat([a[i], b[i]], 2) for a, b in [found] for i in (1, 2)))
     for x, y in zip(ours, (dq, dk, dv), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
@@ -285,9 +283,7 @@ def test_below_autograd_and_autocast(on_cpu):
 def test_refused_by_name(options, says):
     q, k, v = torch.randn(3, 1, 5, 2, 8).unbind(0)
     kernels = integration.KERNELS
-    with pytest.raises(
-        RuntimeError, match=f"{says} is not supported.*restore_flash_attention_impl"
-    ):
+    with pytest.raises(RuntimeError, match=f"{says} is not supported.*restore_flash_attention_impl"):
         kernels["_flash_attention_forward"](q, k, v, None, None, 5, 5, 0.0, False, False, **options)
 
 
@@ -354,7 +350,5 @@ def test_importing_flashsci_registers_nothing():
 
 def test_a_torch_without_the_registry_is_named(monkeypatch):
     monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
-    with pytest.raises(
-        RuntimeError, match=r"has no .*register_flash_attention_impl .*flashsci.sdpa"
-    ):
+    with pytest.raises(RuntimeError, match=r"has no .*register_flash_attention_impl .*flashsci.sdpa"):
         integration.register()

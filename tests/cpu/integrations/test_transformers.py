@@ -23,9 +23,14 @@ CAUSAL = dict(
     intermediate_size=32, head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 ENCODER = dict(
-    vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
-    max_position_embeddings=64, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=50,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=32,
+    max_position_embeddings=64,
+    pad_token_id=0,
+)
 # More windows than tokens in some, and fewer in others; a softcap that bends the scores; sinks that take a share.
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**CAUSAL),
@@ -38,15 +43,20 @@ CONFIGS = {
     ),
     "bert": lambda: transformers.BertConfig(**ENCODER),
     "modernbert": lambda: transformers.ModernBertConfig(
-        **ENCODER, local_attention=6, global_attn_every_n_layers=2, bos_token_id=1, eos_token_id=2,
-        cls_token_id=1, sep_token_id=2,
+        **ENCODER,
+        local_attention=6,
+        global_attn_every_n_layers=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
     ),
-}  # fmt: skip
+}
 DECODERS = ["llama", "mistral", "gemma2", "gpt_oss"]
 LENGTH = 11
 
 
-def formula(module, query, key, value, mask, scaling=None, softcap=None, s_aux=None, position_bias=None, **_):  # fmt: skip
+def formula(module, query, key, value, mask, scaling=None, softcap=None, s_aux=None, position_bias=None, **_):
     """Attention as written down, in the dtype of its arguments. (Eager attention takes the softmax in float32, and makes NaN
     of rows of padding in float64.) The mask is bool, and always there."""
     groups = query.shape[1] // key.shape[1]
@@ -115,9 +125,7 @@ def judged(name, ours, eager, truth, factor=2, terms=None):
     value (of the largest of ``terms``, where they cancel)."""
     error, plain = (x.double().sub(truth).abs().max().item() for x in (ours, eager))
     floor = 8 * torch.finfo(ours.dtype).eps * (truth if terms is None else terms).abs().max().item()
-    assert error <= factor * plain + floor, (
-        f"{name}: error {error:.3g}, eager's {plain:.3g}, floor {floor:.3g}"
-    )
+    assert error <= factor * plain + floor, f"{name}: error {error:.3g}, eager's {plain:.3g}, floor {floor:.3g}"
 
 
 def compare(three, *arguments, rows=None, gradients=True, **options):
@@ -130,9 +138,7 @@ def compare(three, *arguments, rows=None, gradients=True, **options):
         if gradients:
             weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
             leaves = dict(model.named_parameters())
-            ends = torch.autograd.grad(
-                (out * weight).sum(), list(leaves.values()), allow_unused=True
-            )
+            ends = torch.autograd.grad((out * weight).sum(), list(leaves.values()), allow_unused=True)
             found.append(dict(zip(leaves, ends, strict=True)))
     truth, eager, ours = (x.detach() for x in outputs)
     judged("output", ours, eager, truth)
@@ -203,7 +209,7 @@ def test_position_bias():
     """T5: its bias of distances is learnt, causal in the decoder, and the decoder attends to the encoder."""
     config = transformers.T5Config(
         vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )  # fmt: skip
+    )
     three = made(transformers.T5Model, config)
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, -3:] = 0
@@ -253,7 +259,12 @@ def test_packed_rows_of_a_batch():
     places = torch.cat([positions, torch.cat([torch.arange(n) for n in LENGTHS[::-1]])[None]])
     assert not torch.equal(turned, places[1:])
     truth, eager, ours = models("llama")
-    due = torch.cat([alone(truth, ids), torch.cat([output(truth, x, use_cache=False) for x in ids.flip(1).split(LENGTHS[::-1], 1)], 1)])  # fmt: skip
+    due = torch.cat(
+        [
+            alone(truth, ids),
+            torch.cat([output(truth, x, use_cache=False) for x in ids.flip(1).split(LENGTHS[::-1], 1)], 1),
+        ]
+    )
     plain = output(eager, batch, position_ids=places, use_cache=False)
     judged("logits", output(ours, batch, position_ids=places).detach(), plain, due)
 
@@ -285,9 +296,7 @@ def test_positions_are_read_once_for_all_layers(monkeypatch):
     _, _, ours = models("llama")
     reads = []
     read = integration._Packing.__new__
-    monkeypatch.setattr(
-        integration._Packing, "__new__", lambda *a, **k: reads.append(1) or read(*a, **k)
-    )
+    monkeypatch.setattr(integration._Packing, "__new__", lambda *a, **k: reads.append(1) or read(*a, **k))
     output(ours, ids, position_ids=positions)
     assert len(reads) == 1
     positions[0, 3:] += 1  # changed in place: one sequence more or fewer must be seen
@@ -428,14 +437,10 @@ def test_windows_without_a_mask(window):
     distance = torch.arange(7)[:, None] - torch.arange(7)
     near = distance.abs() < (window or 99)
     for causal, keep in ((True, near & (distance >= 0)), (False, near)):
-        out, _ = integration.attention_forward(
-            Layer(), q, k, v, None, sliding_window=window, is_causal=causal
-        )
+        out, _ = integration.attention_forward(Layer(), q, k, v, None, sliding_window=window, is_causal=causal)
         torch.testing.assert_close(out, flashsci.attention(q, k, v, mask=keep).transpose(1, 2))
         if causal:
-            last, _ = integration.attention_forward(
-                Layer(), q[:, :, -1:], k, v, None, sliding_window=window
-            )
+            last, _ = integration.attention_forward(Layer(), q[:, :, -1:], k, v, None, sliding_window=window)
             torch.testing.assert_close(last, out[:, -1:])
 
 
@@ -481,9 +486,7 @@ def test_positions_beside_a_bias(masked):
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
     positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
     mask = causal[None, None] if masked else None
-    out, _ = integration.attention_forward(
-        Layer(), q, k, v, mask, position_bias=bias, position_ids=positions
-    )
+    out, _ = integration.attention_forward(Layer(), q, k, v, mask, position_bias=bias, position_ids=positions)
     same = torch.block_diag(torch.ones(2, 2), torch.ones(4, 4)).bool()
     due = flashsci.attention(q, k, v, bias=bias, mask=same & causal).transpose(1, 2)
     torch.testing.assert_close(out, due)
@@ -551,9 +554,7 @@ def test_a_name_with_flash_in_it_breaks():
     transformers.AttentionInterface.register(name, integration.attention_forward)
     try:
         with pytest.raises((ValueError, ImportError)):
-            transformers.AutoModelForCausalLM.from_config(
-                CONFIGS["llama"](), attn_implementation=name
-            )
+            transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), attn_implementation=name)
     finally:
         del transformers.AttentionInterface._global_mapping[name]
 
@@ -666,9 +667,7 @@ def read_by_transformers() -> set[str]:
 
 def test_no_argument_is_ignored_that_transformers_reads():
     """Supported or refused: a release that adds one shows here."""
-    known = set(inspect.signature(integration.attention_forward).parameters) | set(
-        integration.REFUSED
-    )
+    known = set(inspect.signature(integration.attention_forward).parameters) | set(integration.REFUSED)
     names = read_by_transformers()
     assert {"scaling", "softcap", "s_aux", "position_bias", "output_attentions"} <= names
     # Of functions with other names for the same, of continuous batching (`cache` is refused), and of its block kernels.

@@ -58,9 +58,7 @@ def calls(monkeypatch):
 def model(name):
     config = CONFIGS[name]()
     kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    made = kind._from_config(
-        config, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    made = kind._from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.shape == (4,):  # sinks, which begin as nothing in particular

@@ -71,12 +71,8 @@ def test_honest_kernels_pass_and_scaled_results_fail(dtype, record_property):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_plain_problems_are_judged_in_every_tensor(dtype):
     """Unit-scale data, some thousand rows: each tensor times 1.01 fails."""
-    variant = Variant(
-        dtype=dtype, head_dim=32, head_dim_v=32, bias="pair", bias_grad=True, lse_grad=True
-    )
-    case = Case(
-        variant=variant, lead=(8,), heads_k=4, seq_q=64, seq_k=64, bias_shape=(8, 4, 64, 64)
-    )
+    variant = Variant(dtype=dtype, head_dim=32, head_dim_v=32, bias="pair", bias_grad=True, lse_grad=True)
+    case = Case(variant=variant, lead=(8,), heads_k=4, seq_q=64, seq_k=64, bias_shape=(8, 4, 64, 64))
     inputs = make_inputs(case)
     judge, found = Judge(inputs), flash_like(inputs)
     judge.require(found)
@@ -98,9 +94,7 @@ def test_other_summation_orders_pass(dtype):
 
         plain = inputs.to(None)
         rows = {name: turned(getattr(plain, name)) for name in ("k", "v")}
-        columns = {
-            name: turned(getattr(plain, name), -1) for name in ("bias", "key_weight", "mask")
-        }
+        columns = {name: turned(getattr(plain, name), -1) for name in ("bias", "key_weight", "mask")}
         found = evaluate(replace(plain, **rows, **columns), "reference")
         for name, dim in (("dk", -2), ("dv", -2), ("dbias", -1), ("dkey_weight", -1)):
             if name in found:
@@ -112,12 +106,8 @@ def test_other_summation_orders_pass(dtype):
 @pytest.mark.parametrize("wrong", MISTAKES)
 def test_mistakes_fail(wrong, dtype):
     """Each of these mistakes in an otherwise honest kernel fails, although errors are far from gross."""
-    variant = Variant(
-        dtype=dtype, head_dim=32, head_dim_v=24, bias="pair", bias_grad=True, lse_grad=True
-    )
-    case = Case(
-        variant=variant, seed=5, lead=(3,), heads_k=2, group=2, seq_q=70, seq_k=90, bias_shape=(1, 4, 70, 90)
-    )  # fmt: skip
+    variant = Variant(dtype=dtype, head_dim=32, head_dim_v=24, bias="pair", bias_grad=True, lse_grad=True)
+    case = Case(variant=variant, seed=5, lead=(3,), heads_k=2, group=2, seq_q=70, seq_k=90, bias_shape=(1, 4, 70, 90))
     inputs = make_inputs(case)
     judge = Judge(inputs)
     judge.require(flash_like(inputs))
@@ -127,9 +117,7 @@ def test_mistakes_fail(wrong, dtype):
 
 def model_inputs(wrong, dtype, **fields):
     """The inputs that show one of MODEL_MISTAKES."""
-    variant = Variant(
-        dtype=dtype, head_dim=32, head_dim_v=24, bias="pair", bias_grad=True, lse_grad=False
-    )
+    variant = Variant(dtype=dtype, head_dim=32, head_dim_v=24, bias="pair", bias_grad=True, lse_grad=False)
     plain = {"lead": (2,), "heads_k": 2, "seq_q": 48, "seq_k": 70, "bias_shape": (1, 2, 48, 70)}
     given = {
         "zero rows set the exponent of halves": {"padding": "dout_scattered", "dout_scale": 1e-9},
@@ -205,12 +193,8 @@ def test_small_numbers_in_parts():
 @pytest.mark.parametrize("number", NUMBERS)
 def test_whole_rows_of_numbers_loosen_no_other_row(number, dtype):
     """Rows that see a key are judged as tightly as if the others were not there, and so is all without dout."""
-    variant = Variant(
-        dtype=dtype, head_dim=32, head_dim_v=24, bias="pair", bias_float=True, bias_grad=True
-    )
-    case = Case(
-        variant=variant, seed=9, lead=(2,), heads_k=2, seq_q=48, seq_k=70, bias_shape=(2, 2, 48, 70)
-    )
+    variant = Variant(dtype=dtype, head_dim=32, head_dim_v=24, bias="pair", bias_float=True, bias_grad=True)
+    case = Case(variant=variant, seed=9, lead=(2,), heads_k=2, seq_q=48, seq_k=70, bias_shape=(2, 2, 48, 70))
     plain = make_inputs(case)
     bias = plain.bias.detach().clone()
     least = torch.finfo(torch.float32).min
@@ -222,16 +206,12 @@ def test_whole_rows_of_numbers_loosen_no_other_row(number, dtype):
     inputs = replace(plain, bias=bias.requires_grad_(), dout=dout)
     judge, found = Judge(inputs), flash_like(inputs)
     judge.require(found)
-    alone = Judge(
-        replace(inputs, q=inputs.q[..., :30, :], bias=bias[..., :30, :], dout=dout[..., :30, :])
-    )
+    alone = Judge(replace(inputs, q=inputs.q[..., :30, :], bias=bias[..., :30, :], dout=dout[..., :30, :]))
     for name in ("out", "lse", "dq", "dk", "dv", "dbias"):
         most, least = (
             [
                 2 * base + floor
-                for base, floor in zip(
-                    j.baseline_errors(name)[::2], (j.floor[name], j.spread_floor[name]), strict=True
-                )
+                for base, floor in zip(j.baseline_errors(name)[::2], (j.floor[name], j.spread_floor[name]), strict=True)
             ]
             for j in (judge, alone)
         )
@@ -266,9 +246,7 @@ def test_scores_beyond_what_fp32_resolves_are_judged_where_one_key_wins():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_causal_off_by_one_fails(dtype):
     variant = Variant(dtype=dtype, window=True)
-    inputs = make_inputs(
-        Case(variant=variant, lead=(2,), heads_k=2, seq_q=65, seq_k=65, causal=True)
-    )
+    inputs = make_inputs(Case(variant=variant, lead=(2,), heads_k=2, seq_q=65, seq_k=65, causal=True))
     shifted = replace(inputs, options={**inputs.options, "causal": False, "window": (None, 1)})
     judge = Judge(inputs)
     judge.require(flash_like(inputs))
@@ -277,9 +255,7 @@ def test_causal_off_by_one_fails(dtype):
 
 
 def test_infinities_of_lse_must_agree():
-    case = Case(
-        variant=Variant(dtype="float16", mask=True), seq_q=20, mask_shape=(20, 1), mask_kind="rows"
-    )
+    case = Case(variant=Variant(dtype="float16", mask=True), seq_q=20, mask_shape=(20, 1), mask_kind="rows")
     inputs = make_inputs(case)
     judge, found = Judge(inputs), flash_like(inputs)
     judge.require(found)
@@ -311,9 +287,7 @@ def test_equal_probabilities_round_equally():
     variant = Variant(dtype="float16", head_dim=200, head_dim_v=136, softcap=True, lse_grad=True)
     sizes = {"heads_k": 3, "seq_q": 193, "seq_k": 193, "rank": 3, "softcap": 2.0}
     judge = Judge(make_inputs(Case(variant=variant, seed=4, magnitude="tiny", **sizes)))
-    off = abs(
-        1 - torch.tensor(1 / 193).half().double().item() * 193
-    )  # P as a kernel of wide heads keeps it
+    off = abs(1 - torch.tensor(1 / 193).half().double().item() * 193)  # P as a kernel of wide heads keeps it
     assert off < judge.gain_floor["dk"] < 0.01
 
 
@@ -370,15 +344,17 @@ def second_order_inputs(dtype, **fields):
         tangents="qkvb",
     )  # fmt: skip
     plain = {"lead": (3,), "heads_k": 2, "seq_q": 70, "seq_k": 90, "bias_shape": (1, 2, 70, 90)}
-    return make_inputs(
-        Case(variant=variant, seed=5, softcap=2.0, dropout_p=0.2, **(plain | fields))
-    )
+    return make_inputs(Case(variant=variant, seed=5, softcap=2.0, dropout_p=0.2, **(plain | fields)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_honest_second_order_passes_and_scaled_results_fail(dtype):
-    for fields in ({}, {"seq_q": 33, "seq_k": 17, "bias_shape": (1, 1, 33, 17)}, {"magnitude": "peaked"},
-                   {"tangent_magnitude": "offset"}):  # fmt: skip
+    for fields in (
+        {},
+        {"seq_q": 33, "seq_k": 17, "bias_shape": (1, 1, 33, 17)},
+        {"magnitude": "peaked"},
+        {"tangent_magnitude": "offset"},
+    ):
         judge = Judge(second_order_inputs(dtype, **fields))
         found = second_like(judge.inputs)
         judge.require(found)

@@ -32,9 +32,7 @@ def bearable(monkeypatch):
         variant = replace(case.variant, key_weight_grad=learnt)
         return replace(case, variant=variant, magnitude="unit", scale=None, bias_number="")
 
-    monkeypatch.setattr(
-        planning, "plan_cases", lambda *a, **k: [eased(c) for c in planned(*a, **k)]
-    )
+    monkeypatch.setattr(planning, "plan_cases", lambda *a, **k: [eased(c) for c in planned(*a, **k)])
 
 
 def test_a_small_run_writes_the_report(tmp_path, monkeypatch, bearable):
@@ -67,9 +65,7 @@ def test_a_small_run_writes_the_report(tmp_path, monkeypatch, bearable):
         }
         assert found["a result times 1.01 would fail"]["lse"]["judged"] > 0
     assert report["backends"]["triton-reference"]["cases"] == 4
-    assert report["traps"] == {
-        "minus_infinity_in_bias": {"triton": "passed", "reference": "passed"}
-    }
+    assert report["traps"] == {"minus_infinity_in_bias": {"triton": "passed", "reference": "passed"}}
     assert report["machine"]["torch"] == torch.__version__
 
 
@@ -80,9 +76,7 @@ def test_a_wrong_kernel_is_reported_with_its_reproducer(tmp_path, monkeypatch, s
     stand_in(triton, forward=lambda *a: (1.01 * honest(*a)[0], honest(*a)[1]))
     monkeypatch.setattr(judging, "TRAPS", {})
     lines, out = [], tmp_path / "report.json"
-    code = check.run(
-        cases=4, seed=0, out=out, workers=1, device="cpu", backends=("triton",), say=lines.append
-    )
+    code = check.run(cases=4, seed=0, out=out, workers=1, device="cpu", backends=("triton",), say=lines.append)
     failures = json.loads(out.read_text())["backends"]["triton"]["failures"]
     assert code == 1 and failures
     assert any(f["problem"].startswith("out: ") for f in failures)
@@ -101,20 +95,13 @@ def test_a_failing_trap_is_a_failure(monkeypatch):
 
     monkeypatch.setattr(judging, "TRAPS", {"pit": Trap("pit", fall)})
     assert judging.spring("pit", "triton", "cpu") == ("pit", "triton", "failed: fell in")
-    assert (
-        check.run(
-            cases=1, out=None, workers=1, device="cpu", backends=("triton",), say=lambda *a: None
-        )
-        == 1
-    )
+    assert check.run(cases=1, out=None, workers=1, device="cpu", backends=("triton",), say=lambda *a: None) == 1
 
 
 def test_refusals_are_counted_and_an_untried_backend_fails(monkeypatch):
     monkeypatch.setattr(judging, "TRAPS", {})
     lines = []
-    code = check.run(
-        cases=2, out=None, workers=1, device="cpu", backends=("cuda",), say=lines.append
-    )
+    code = check.run(cases=2, out=None, workers=1, device="cpu", backends=("cuda",), say=lines.append)
     assert code == 1 and "no case ran on: cuda" in lines[-1]
 
 
@@ -122,9 +109,7 @@ def test_a_part_updates_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr(judging, "TRAPS", {})
     monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "new", "triton/backward": "b"})
     path = tmp_path / "report.json"
-    path.write_text(
-        json.dumps({"cases": 2000, "units": {"triton/forward": "old", "triton/backward": "kept"}})
-    )
+    path.write_text(json.dumps({"cases": 2000, "units": {"triton/forward": "old", "triton/backward": "kept"}}))
     assert (
         check.run(
             "triton/forward",
@@ -141,17 +126,12 @@ def test_a_part_updates_the_report(tmp_path, monkeypatch):
     assert report["cases"] == 2000 and report["units"]["triton/backward"] == "kept"
     assert report["units"]["triton/forward"] == "new"
     part = report["parts"]["triton/forward"]
-    assert (
-        part["cases"] == 3
-        and "dq" not in part["backends"]["triton"]["worst ratio of error to allowance"]
-    )
+    assert part["cases"] == 3 and "dq" not in part["backends"]["triton"]["worst ratio of error to allowance"]
 
 
 def entry(units, failures=0, library=None, cases=10, seed=1):
     """What a run reports, as far as the sums go: half of its cases are in fp32."""
-    names = dict.fromkeys(
-        f"cuda:{u.split('/')[1]}" if "/sm" in u else u.split("/")[0] for u in units
-    )
+    names = dict.fromkeys(f"cuda:{u.split('/')[1]}" if "/sm" in u else u.split("/")[0] for u in units)
     return {
         "cases": cases,
         "seed": seed,
@@ -274,7 +254,7 @@ def test_cases_of_short_sequences_have_rows_that_go_through_shared_memory(dtype)
     for case in cases:
         variant = case.variant
         lengths = case.seq_q, case.seq_k
-        whole = variant.head_dim == variant.head_dim_v and variant.head_dim in planning.WHOLE[variant.dtype]  # fmt: skip
+        whole = variant.head_dim == variant.head_dim_v and variant.head_dim in planning.WHOLE[variant.dtype]
         if whole and case.group == 1 and case.heads_k in (2, 3, 4, 5, 6, 8, 12) and min(lengths) > 0 and max(lengths) <= 32:  # fmt: skip
             alike = case.seq_q == case.seq_k and len(set(case.layout_of.values())) == 1
             seen[variant.head_dim, case.layout, alike] += 1
@@ -315,9 +295,7 @@ def test_tallies_add_up():
     b.fail(Case(), "wrong")
     b.refuse("no")
     a.add(b)
-    assert a.worst == {"out": [0.3, 0.5, 0.2], "dq": [0.1, 0.1, 0.1]} and a.caught == {
-        "out": [1, 2]
-    }
+    assert a.worst == {"out": [0.3, 0.5, 0.2], "dq": [0.1, 0.1, 0.1]} and a.caught == {"out": [1, 2]}
     assert a.refused == {"no": 1} and eval(a.failures[0]["case"]) == Case(variant=Variant())
 
 
@@ -328,9 +306,7 @@ def test_seed_of_the_day_and_coverage_are_in_the_report(tmp_path, monkeypatch, b
     run = {"cases": 6, "out": out, "workers": 1, "device": "cpu", "backends": ("reference",)}
     check.run(**run, say=lines.append)
     report = json.loads(out.read_text())
-    assert 20000101 < report["seed"] < 99991231 and any(
-        f"of seed {report['seed']}" in line for line in lines
-    )
+    assert 20000101 < report["seed"] < 99991231 and any(f"of seed {report['seed']}" in line for line in lines)
     seen = report["coverage"]["reference"]
     assert sum(x["cases"] for name, x in seen.items() if not name.startswith("head")) == 6
     assert all("values huge" in x["never"] or x["cases"] for x in seen.values())
@@ -367,8 +343,12 @@ def test_a_full_run_has_cases_for_generations_alone():
     assert [len(planned) for planned, _ in plans] == [5000, 3500, 1500, 1000, 625]
     mixed, hopper, single, *_ = (planned for planned, _ in plans)
     assert [names for _, names in plans] == [
-        backends, ("cuda:sm90", "cuda:sm80"), ("cuda:sm80",), ("triton", "cuda"), ("triton",),
-    ]  # fmt: skip
+        backends,
+        ("cuda:sm90", "cuda:sm80"),
+        ("cuda:sm80",),
+        ("triton", "cuda"),
+        ("triton",),
+    ]
     for case in hopper:
         variant = case.variant
         assert variant.dtype != "float32" and variant.head_dim % 8 == variant.head_dim_v % 8 == 0
@@ -378,8 +358,9 @@ def test_a_full_run_has_cases_for_generations_alone():
     assert all(c.variant.dtype == "float32" for c in single)
     of_unit = planning.plans_of(400, 3, "cuda", "cuda/sm90", [1], ("cuda", "cuda:sm90"))
     assert [(len(planned), names) for planned, names in of_unit] == [
-        (100, ("cuda", "cuda:sm90")), (300, ("cuda:sm90",)),
-    ]  # fmt: skip
+        (100, ("cuda", "cuda:sm90")),
+        (300, ("cuda:sm90",)),
+    ]
     one = planning.plans_of(400, 3, "cuda", "triton/forward", [1], ("triton",))
     assert [(len(planned), names) for planned, names in one] == [
         (400, ("triton",)),
@@ -397,7 +378,7 @@ def test_heads_wider_than_others_are_drawn_in_both_forms(seed):
     cases = planning.wide_cases(600, seed, "cuda")
     assert {(c.variant.head_dim, c.variant.head_dim_v) for c in cases} == set(planning.WIDE)
     single = [c for c in cases if c.variant.dtype == "float32" and c.seq_q * c.seq_k]
-    held = [c for c in single if tilings.is_wide((c.variant.head_dim, c.variant.head_dim_v), c.seq_q, c.seq_k)]  # fmt: skip
+    held = [c for c in single if tilings.is_wide((c.variant.head_dim, c.variant.head_dim_v), c.seq_q, c.seq_k)]
     assert len(held) > 200 and len(single) - len(held) > 50 and len(cases) > len(single)
     for feature in (
         "bias_grad",
@@ -424,9 +405,7 @@ def test_what_the_generator_draws_comes_up_in_a_long_run(seed):
             coverage.see(name, case)
         for group, found in coverage.summary([name])[name].items():
             # Copies of Hopper take no rows off 16 bytes.
-            missing[name, group] = {
-                x for x in found["never"] if name != "hopper" or "shifted" not in x
-            }
+            missing[name, group] = {x for x in found["never"] if name != "hopper" or "shifted" not in x}
     for (name, group), never in missing.items():
         most = 0 if not group.startswith("head") else 14 if name == "mixed" else 6
         assert len(never) <= most, (name, group, never)
@@ -458,11 +437,11 @@ def test_what_nobody_serves_needs_no_oracle(monkeypatch):
 
 def test_paged_calls_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
     """Judged and counted like others, under the digests of their kernels; a small run of everything leaves them out."""
-    monkeypatch.setattr(planning, "generate_paged", lambda seed, n, **_: [PagedCase(seed=i) for i in range(n)])  # fmt: skip
+    monkeypatch.setattr(planning, "generate_paged", lambda seed, n, **_: [PagedCase(seed=i) for i in range(n)])
     digests = {"triton/forward": "1", "triton/paged": "2", "triton/paged_cache": "3"}
     monkeypatch.setattr(digest, "units", lambda: digests)
     path = tmp_path / "report.json"
-    options = ["--paged", "2", "--device", "cpu", "--workers", "1", "--seed", "3", "--out", str(path)]  # fmt: skip
+    options = ["--paged", "2", "--device", "cpu", "--workers", "1", "--seed", "3", "--out", str(path)]
     assert check.main(options) == 0, capsys.readouterr().out
     part = json.loads(path.read_text())["parts"]["paged"]
     assert set(part["units"]) == {"triton/paged", "triton/paged_cache"}
@@ -471,17 +450,17 @@ def test_paged_calls_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
 
 
 def test_a_group_that_nobody_runs_here_is_not_checked(tmp_path, capsys):
-    options = ["--paged", "2", "--device", "cpu", "--backends", "cuda", "--out", str(tmp_path / "x.json")]  # fmt: skip
+    options = ["--paged", "2", "--device", "cpu", "--backends", "cuda", "--out", str(tmp_path / "x.json")]
     assert check.main(options) == 2
     assert "none of cuda runs units of 'paged'" in capsys.readouterr().out
     assert not (tmp_path / "x.json").exists()
 
 
 def test_8_bit_floats_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(planning, "generate_fp8", lambda seed, n, **_: [FP8Case(seed=i) for i in range(n)])  # fmt: skip
+    monkeypatch.setattr(planning, "generate_fp8", lambda seed, n, **_: [FP8Case(seed=i) for i in range(n)])
     monkeypatch.setattr(digest, "units", lambda: {"triton/forward": "1", "triton/fp8": "2"})
     path = tmp_path / "report.json"
-    options = ["--fp8", "2", "--device", "cpu", "--workers", "1", "--seed", "3", "--out", str(path)]  # fmt: skip
+    options = ["--fp8", "2", "--device", "cpu", "--workers", "1", "--seed", "3", "--out", str(path)]
     assert check.main(options) == 0, capsys.readouterr().out
     part = json.loads(path.read_text())["parts"]["fp8"]
     assert part["units"] == {"triton/fp8": "2"}
@@ -491,9 +470,7 @@ def test_8_bit_floats_are_a_part_of_their_own(tmp_path, capsys, monkeypatch):
 
 def test_a_wrong_result_of_8_bit_floats_fails(monkeypatch):
     right = FP8Inputs.evaluate
-    monkeypatch.setattr(
-        FP8Inputs, "evaluate", lambda *given: {n: 1.2 * x for n, x in right(*given).items()}
-    )
+    monkeypatch.setattr(FP8Inputs, "evaluate", lambda *given: {n: 1.2 * x for n, x in right(*given).items()})
     tallies = judging.judge_fp8_case(FP8Case(), ("reference", "sdpa"), "cpu")
     assert tallies["reference"].failures and tallies["sdpa"].refused
 
@@ -506,9 +483,7 @@ def test_older_devices_do_not_vouch_for_8_bit_floats(monkeypatch):
 
 def test_a_wrong_paged_result_fails(monkeypatch):
     right = PagedInputs.evaluate
-    monkeypatch.setattr(
-        PagedInputs, "evaluate", lambda *given: {n: 1.01 * x for n, x in right(*given).items()}
-    )
+    monkeypatch.setattr(PagedInputs, "evaluate", lambda *given: {n: 1.01 * x for n, x in right(*given).items()})
     tallies = judging.judge_paged_case(PagedCase(), ("reference", "sdpa"), "cpu")
     assert tallies["reference"].failures and tallies["sdpa"].refused
 

@@ -123,8 +123,8 @@ def test_all_steps_within_some_seconds(tmp_path, monkeypatch, capsys):
 
 def test_steps_work_within_their_limits(tmp_path):
     """`check`, `cases`, `machinery` and `bench` end by themselves, and report."""
-    commands = [c for step in gpu_check.steps(tmp_path, tmp_path, 2).values() for c in step.commands.values()]  # fmt: skip
-    budgets = [x for command in commands for x in command if x in (gpu_check.SECONDS, gpu_check.MINUTES)]  # fmt: skip
+    commands = [c for step in gpu_check.steps(tmp_path, tmp_path, 2).values() for c in step.commands.values()]
+    budgets = [x for command in commands for x in command if x in (gpu_check.SECONDS, gpu_check.MINUTES)]
     assert len(budgets) == 4
     for seconds in (30, 100, 600):
         assert 0 < float(gpu_check.fitted(gpu_check.SECONDS, seconds)) < seconds
@@ -206,7 +206,7 @@ def parts(tmp_path, monkeypatch, capfd):
         code = more_cases.main(["--out", str(out), *arguments])
         report = json.loads(out.read_text()) if out.exists() else {"parts": {}}
         said = capfd.readouterr().out
-        begun = [line.split()[1].rstrip(",") for line in said.splitlines() if line.startswith("---")]  # fmt: skip
+        begun = [line.split()[1].rstrip(",") for line in said.splitlines() if line.startswith("---")]
         return code, begun, report, said
 
     run.out = out
@@ -217,7 +217,7 @@ def test_cases_are_added_in_parts_until_there_are_enough(parts, monkeypatch):
     monkeypatch.setattr(more_cases, "ENOUGH", {"cases": 300, "cuda:sm90": 200, "fp32": 30})
     # A whole run of these kernels, one of other kernels, and a part of earlier days.
     now = digest.units()
-    old = {"cases": 900, "seed": 1, "units": {"cuda/sm90/fwd_fp16": "0"}, "backends": {}, "coverage": {}}  # fmt: skip
+    old = {"cases": 900, "seed": 1, "units": {"cuda/sm90/fwd_fp16": "0"}, "backends": {}, "coverage": {}}
     whole = {"cases": 50, "seed": 2, "judged": now, "units": now, "backends": {}, "coverage": {}}
     parts.out.write_text(json.dumps({**whole, "parts": {"cuda/sm90/more-1": old}}))
     code, begun, _, said = parts("--cases", "100")
@@ -230,7 +230,7 @@ def test_a_report_of_other_kernels_is_worth_nothing(parts, monkeypatch):
     """Its own total would say that there is enough: the tree decides, also before the first part."""
     monkeypatch.setattr(more_cases, "ENOUGH", {"cases": 80, "cuda:sm90": 0, "fp32": 0})
     then = dict.fromkeys(digest.units(), "0")
-    whole = {"cases": 9000, "seed": 2, "judged": then, "units": then, "backends": {}, "coverage": {}}  # fmt: skip
+    whole = {"cases": 9000, "seed": 2, "judged": then, "units": then, "backends": {}, "coverage": {}}
     parts.out.write_text(json.dumps({**whole, "parts": {}}))
     assert parts("--cases", "100")[:2] == (0, ["cuda/sm90/more-1"])
 
@@ -243,9 +243,7 @@ def test_parts_end_in_time(parts, monkeypatch):
     assert code == 1 and list(report["parts"]) == begun and len(begun) in (1, 2, 3)
     assert "s are left, too few for a part" in said
     code, begun, after, said = parts("--seconds", "8", "--check", "--pause 60")
-    assert (
-        code == 1 and len(begun) == 1 and re.search(r": not done after \d s; nothing of it", said)
-    )
+    assert code == 1 and len(begun) == 1 and re.search(r": not done after \d s; nothing of it", said)
     assert after == report, "what was stopped is not in the report"
 
 

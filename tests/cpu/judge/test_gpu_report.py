@@ -27,15 +27,9 @@ def unverified(text):
 def mismatch(units, checked, listed):
     """What is wrong with the list, as the lines to add or remove."""
     changed = {unit for unit, found in units.items() if checked.get(unit) != found}
-    lines = [
-        f"+ - {unit}: <why its GPU check is missing>" for unit in sorted(changed - set(listed))
-    ]
-    lines += [
-        f"- - {unit}: {listed[unit]}   (checked, or gone)" for unit in sorted(set(listed) - changed)
-    ]
-    return lines + [
-        f"? - {unit}: has no reason" for unit in sorted(changed & set(listed)) if not listed[unit]
-    ]
+    lines = [f"+ - {unit}: <why its GPU check is missing>" for unit in sorted(changed - set(listed))]
+    lines += [f"- - {unit}: {listed[unit]}   (checked, or gone)" for unit in sorted(set(listed) - changed)]
+    return lines + [f"? - {unit}: has no reason" for unit in sorted(changed & set(listed)) if not listed[unit]]
 
 
 def test_changed_units_are_listed_and_no_others():

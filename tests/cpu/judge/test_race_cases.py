@@ -59,9 +59,7 @@ def test_shapes_have_the_tiles_they_are_named_for(processors):
         dict(bias="own"),
     )
     for kind in kinds:
-        shapes = {
-            s.name: s for s in races.shapes(Call("sm90", "bfloat16", 64, 64, **kind), processors)
-        }
+        shapes = {s.name: s for s in races.shapes(Call("sm90", "bfloat16", 64, 64, **kind), processors)}
         one, more = shapes["one"], shapes["one more than processors"]
         assert one.batch * one.heads == 1 and one.seq_q <= 32
         assert more.batch * more.heads == processors + 1 and more.seq_q <= 64
@@ -118,9 +116,7 @@ def test_instances_are_known_by_the_names_that_profilers_show(name):
         ("backward", 4, 2, "false, 0", "backward", 0),
     ),
 )
-def test_kernels_of_rows_in_shared_memory_are_told_from_others(
-    kernel, blocks, units, staged, variant, shared
-):
+def test_kernels_of_rows_in_shared_memory_are_told_from_others(kernel, blocks, units, staged, variant, shared):
     name = (
         f"void flashsci::sm80::small::small_{kernel}_kernel<flashsci::sm80::small::Products16<flashsci::BFloat16>, "
         f"flashsci::sm80::small::Shape<{blocks}, {units}, true>, {staged}>(Flashsci{kernel.title()}Params, flashsci::sm80::small::HeadPlan)"
@@ -140,9 +136,7 @@ def _symbols() -> list[str]:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if backend.library_path() is None or shutil.which("c++filt") is None or not tool.is_file():
         pytest.skip("no library, no cuobjdump or no c++filt")
-    dump = subprocess.run(
-        [str(tool), "-symbols", str(backend.library_path())], capture_output=True, text=True
-    ).stdout
+    dump = subprocess.run([str(tool), "-symbols", str(backend.library_path())], capture_output=True, text=True).stdout
     found: dict[str, None] = {}
     arch = ""
     for line in dump.splitlines():
@@ -158,9 +152,7 @@ def test_every_kernel_in_the_library_is_in_the_table():
     symbols = _symbols()
     if not symbols:
         pytest.skip("cuobjdump finds no kernels in this library")
-    shown = subprocess.run(
-        ["c++filt"], input="\n".join(symbols), capture_output=True, text=True
-    ).stdout.splitlines()
+    shown = subprocess.run(["c++filt"], input="\n".join(symbols), capture_output=True, text=True).stdout.splitlines()
     table = races.resources().TABLE.read_text(encoding="utf-8")
     _, rows = races.resources().read_table(table)
     known = {(r["unit"][:4], r["head dim"], r["tile (rows x keys)"], r["variant"]) for r in rows}
@@ -200,11 +192,7 @@ def harness(monkeypatch):
     monkeypatch.setattr(
         races,
         "shapes",
-        lambda call, _: (
-            packed
-            if call.packed
-            else [s for s in dense if not (s.judged and (call.bias or call.mask))]
-        ),
+        lambda call, _: packed if call.packed else [s for s in dense if not (s.judged and (call.bias or call.mask))],
     )
     return module
 
@@ -225,9 +213,7 @@ def test_honest_results_pass(harness, kind):
 
 
 @pytest.mark.parametrize("packed", (False, True))
-def test_honest_results_of_8_bit_floats_pass_and_a_wrong_repeat_is_found(
-    harness, monkeypatch, packed
-):
+def test_honest_results_of_8_bit_floats_pass_and_a_wrong_repeat_is_found(harness, monkeypatch, packed):
     call = FP8Call(16, 16, "64", packed, causal=True, backend="reference")
     assert len(list(call.cases(1))) == (2 if packed else 3)
     harness.run_apart(call)
@@ -246,9 +232,7 @@ def test_honest_results_of_8_bit_floats_pass_and_a_wrong_repeat_is_found(
 
 
 @pytest.mark.parametrize("window", ("causal", "both"))
-def test_honest_results_of_paged_calls_pass_and_a_wrong_repeat_is_found(
-    harness, monkeypatch, window
-):
+def test_honest_results_of_paged_calls_pass_and_a_wrong_repeat_is_found(harness, monkeypatch, window):
     call = PagedCall("bfloat16", 64, 64, window, other="reference")
     small = [(n, c) for n, c in call.cases(2) if sum(c.lens_k) < 2000]
     assert len(small) == 4
@@ -274,7 +258,10 @@ def test_cases_of_paged_calls():
     for case in cases.values():
         assert len(case.lens_q) == len(case.lens_k) and case.page % 16 == 0
         assert case.variant.sink and case.variant.softcap and case.variant.head_dim_v == 128
-    for call, scales in ((PagedCall("float16", 64, 64), "none"), (PagedCall("float16", 64, 64, cache="float8_e5m2"), "heads")):  # fmt: skip
+    for call, scales in (
+        (PagedCall("float16", 64, 64), "none"),
+        (PagedCall("float16", 64, 64, cache="float8_e5m2"), "heads"),
+    ):
         assert {(c.variant.cache, c.scales) for _, c in call.cases(2)} == {(call.cache, scales)}
 
 
@@ -283,9 +270,7 @@ def test_paged_calls_have_plans_of_either_kind():
     source = (ROOT / "csrc/core/paged/plan.cuh").read_text()
     most = int(re.search(r"kPlannedByEach = (\d+)", source)[1])
     call = PagedCall("bfloat16", 64, 64)
-    slots = [
-        sum(case.lens_q) * case.group // 64 + len(case.lens_q) + 2 for _, case in call.cases(132)
-    ]
+    slots = [sum(case.lens_q) * case.group // 64 + len(case.lens_q) + 2 for _, case in call.cases(132)]
     assert any(n > most for n in slots) and sum(n <= most for n in slots) > 1
 
 

@@ -209,9 +209,7 @@ def test_inputs_are_not_changed(backend):
 @pytest.mark.parametrize("lengths", [(5, 5), (4, 7), (7, 4)])
 def test_scores_and_visibility(backend, options, lengths):
     q, k, v = draw(1, 2, lengths[0], 8), draw(1, 2, lengths[1], 8), draw(1, 2, lengths[1], 8)
-    plain = dict(
-        options, window=tuple(None if w == -1 else w for w in options.get("window", (None, None)))
-    )
+    plain = dict(options, window=tuple(None if w == -1 else w for w in options.get("window", (None, None))))
     out, lse = flashsci.attention(q, k, v, return_lse=True, backend=backend, **options)
     truth, truth_lse = naive(q, k, v, **plain)
     agree(out, truth)
@@ -221,9 +219,7 @@ def test_scores_and_visibility(backend, options, lengths):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("align", ["upper_left", "lower_right"])
 @pytest.mark.parametrize("lengths", [(5, 5), (4, 7), (7, 4)])
-@pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"window": (2, 1), "softcap": 2.0}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (2, 1), "softcap": 2.0}], ids=str)
 def test_alibi(backend, align, lengths, options):
     """Distances from the diagonal of ``align``, slopes of heads and of batch members."""
     q, k, v = (draw(2, 3, 4, n, 8) for n in (lengths[0], lengths[1], lengths[1]))
@@ -233,10 +229,10 @@ def test_alibi(backend, align, lengths, options):
         found = flashsci.attention(q, k, v, return_lse=True, backend=backend, **given)
         for a, b in zip(found, naive(q, k, v, **given), strict=True):
             agree(a, b)
-    one = flashsci.attention(q[0, 0, 0], k[0, 0, 0], v[0, 0, 0], alibi_slopes=slopes[0, :1], align=align, backend=backend)  # fmt: skip
-    agree(
-        one, naive(q[0, 0, 0], k[0, 0, 0], v[0, 0, 0], alibi_slopes=slopes[0, :1], align=align)[0]
+    one = flashsci.attention(
+        q[0, 0, 0], k[0, 0, 0], v[0, 0, 0], alibi_slopes=slopes[0, :1], align=align, backend=backend
     )
+    agree(one, naive(q[0, 0, 0], k[0, 0, 0], v[0, 0, 0], alibi_slopes=slopes[0, :1], align=align)[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -286,10 +282,7 @@ def test_everything_that_hides_is_anded(backend):
 
 
 BROADCAST = [
-    s[n:]
-    for s in itertools.product((1, 2), (1, 4), (1, 5), (1, 6))
-    for n in (0, 1, 2)
-    if all(d == 1 for d in s[:n])
+    s[n:] for s in itertools.product((1, 2), (1, 4), (1, 5), (1, 6)) for n in (0, 1, 2) if all(d == 1 for d in s[:n])
 ]
 
 
@@ -375,9 +368,7 @@ def test_autocast_casts_q_k_v_and_never_the_bias(backend):
     assert all(g.dtype == torch.float32 for g in gradients)
     double = draw(1, 2, 4, 8, dtype=torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert (
-            flashsci.attention(double, double, double, backend="reference").dtype == torch.float64
-        )
+        assert flashsci.attention(double, double, double, backend="reference").dtype == torch.float64
 
 
 # lse and empty rows
@@ -410,9 +401,7 @@ def test_rows_without_keys(backend, way, poison):
         options["mask"] = torch.ones(5, 5, dtype=torch.bool)
         options["mask"][rows] = False
     elif way == "bias":
-        options["bias"] = (
-            torch.zeros(5, 5).index_fill(0, torch.tensor(rows), -torch.inf).requires_grad_()
-        )
+        options["bias"] = torch.zeros(5, 5).index_fill(0, torch.tensor(rows), -torch.inf).requires_grad_()
     elif way == "window":
         k, v = (x[:, :, :2].detach().requires_grad_() for x in (k, v))
         options.update(causal=True, align="lower_right")
@@ -420,16 +409,12 @@ def test_rows_without_keys(backend, way, poison):
     else:
         k, v = (x[:, :, :0].detach().requires_grad_() for x in (k, v))
         rows = [0, 1, 2, 3, 4]
-    out, lse = flashsci.attention(
-        q, k, v, return_lse=True, backend=backend, deterministic=False, **options
-    )
+    out, lse = flashsci.attention(q, k, v, return_lse=True, backend=backend, deterministic=False, **options)
     assert out[:, :, rows].eq(0).all() and lse[:, :, rows].eq(-torch.inf).all()
     others = [i for i in range(5) if i not in rows]
     assert lse[:, :, others].isfinite().all()
     leaves = (q, k, v, *([options["bias"]] if way == "bias" else []))
-    gradients = torch.autograd.grad(
-        out.sum() + torch.where(torch.isinf(lse), 0.0, lse).sum(), leaves
-    )
+    gradients = torch.autograd.grad(out.sum() + torch.where(torch.isinf(lse), 0.0, lse).sum(), leaves)
     assert all(g.isfinite().all() for g in gradients)
     assert gradients[0][:, :, rows].eq(0).all()
     if way == "bias":
@@ -439,9 +424,7 @@ def test_rows_without_keys(backend, way, poison):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "shape", [(0, 2, 3, 3), (2, 2, 0, 3), (2, 2, 3, 0), (2, 2, 0, 0), (2, 2, 1, 1)]
-)
+@pytest.mark.parametrize("shape", [(0, 2, 3, 3), (2, 2, 0, 3), (2, 2, 3, 0), (2, 2, 0, 0), (2, 2, 1, 1)])
 def test_empty_and_single(backend, shape):
     batch, heads, seq_q, seq_k = shape
     q, k, v = (draw(batch, heads, n, 8).requires_grad_() for n in (seq_q, seq_k, seq_k))
@@ -524,11 +507,7 @@ def test_packed_bias(backend, heads, kind):
     starts, pairs, parts = (0, 3, 3), (0, 9, 9), []
     for n, start, pair in zip(lens, starts, pairs, strict=True):
         rows = slice(start, start + n)
-        block = (
-            bias[:, pair : pair + n * n].view(heads, n, n)
-            if kind == "pair"
-            else bias.view(heads, 1, -1)[..., rows]
-        )
+        block = bias[:, pair : pair + n * n].view(heads, n, n) if kind == "pair" else bias.view(heads, 1, -1)[..., rows]
         part, _ = naive(*(x[rows].transpose(0, 1) for x in (q, k, v)), bias=block)
         parts.append(part.transpose(0, 1))
     truth = torch.cat(parts)
@@ -540,9 +519,7 @@ def test_packed_bias(backend, heads, kind):
 
 def test_packed_bias_that_could_be_both_is_refused():
     q, k = draw(2, 1, 4), draw(2, 1, 4)
-    with pytest.raises(
-        ValueError, match=r"per pair or per key here; give a per-key bias as \[Hb, 1, Tk\]"
-    ):
+    with pytest.raises(ValueError, match=r"per pair or per key here; give a per-key bias as \[Hb, 1, Tk\]"):
         flashsci.varlen_attention(q, k, k, offsets(0, 2), offsets(1, 1), bias=draw(1, 2))
 
 
@@ -555,9 +532,7 @@ def test_jagged_nested_tensors(backend, heads):
     q = x.transpose(1, 2) if heads else x
     out, lse = flashsci.attention(q, q, q, causal=True, return_lse=True, backend=backend)
     assert out.is_nested and out.shape[0] == 3 and out.dim() == q.dim() and lse.dim() == q.dim() - 1
-    (gradient,) = torch.autograd.grad(
-        out.values().sum() if not heads else out.transpose(1, 2).values().sum(), x
-    )
+    (gradient,) = torch.autograd.grad(out.values().sum() if not heads else out.transpose(1, 2).values().sum(), x)
     for part, got, slope in zip(parts, out.unbind(), gradient.unbind(), strict=True):
         leaf = part.clone().requires_grad_()
         y = leaf.transpose(0, 1) if heads else leaf
@@ -579,21 +554,15 @@ def test_backward_is_the_backward(backend):
     wanted = torch.autograd.grad((out, lse), (q, k, v, bias), (dout, dlse))
     if backend == "sdpa":
         with pytest.raises(flashsci.BackendError):
-            flashsci.attention_backward(
-                dout, q, k, v, out, lse, dlse=dlse, backend=backend, **options
-            )
+            flashsci.attention_backward(dout, q, k, v, out, lse, dlse=dlse, backend=backend, **options)
         return
     with torch.no_grad():
-        found = flashsci.attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, backend=backend, **options
-        )
+        found = flashsci.attention_backward(dout, q, k, v, out, lse, dlse=dlse, backend=backend, **options)
     assert found._fields == ("dq", "dk", "dv", "dbias", "dkey_weight") and found.dkey_weight is None
     for a, b in zip(found[:4], wanted, strict=True):
         agree(a / 4, b / 4)
     with torch.no_grad():
-        only = flashsci.attention_backward(
-            None, q, k, v, out, lse, dlse=dlse, backend=backend, **options
-        )
+        only = flashsci.attention_backward(None, q, k, v, out, lse, dlse=dlse, backend=backend, **options)
     assert only.dv.eq(0).all() and not only.dk.eq(0).all()
 
 
@@ -611,14 +580,10 @@ def test_backward_of_key_weights(backend, packed):
         options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
         call = flashsci.varlen_attention
     leaves = [x.clone().requires_grad_() for x in (q, k, v, weight)]
-    out, lse = call(
-        *leaves[:3], key_weight=leaves[3], return_lse=True, backend="reference", **options
-    )
+    out, lse = call(*leaves[:3], key_weight=leaves[3], return_lse=True, backend="reference", **options)
     wanted = torch.autograd.grad(out, leaves, dout)
     with torch.no_grad():
-        found = flashsci.attention_backward(
-            dout, q, k, v, out, lse, key_weight=weight, backend=backend, **options
-        )
+        found = flashsci.attention_backward(dout, q, k, v, out, lse, key_weight=weight, backend=backend, **options)
     found = (*found[:3], found.dkey_weight)
     for a, b in zip(found, wanted, strict=True):
         agree(a / 4, b / 4)
@@ -632,23 +597,15 @@ def test_ring_of_two_blocks_is_full_attention(backend):
     k, v = draw(2, 3, sum(lens), 8), draw(2, 3, sum(lens), 8)
     bias = draw(2, 1, 6, sum(lens))
     blocks = [*zip(k.split(lens, 2), v.split(lens, 2), bias.split(lens, 3), strict=True)]
-    parts = [
-        flashsci.attention(q, kn, vn, bias=bn, return_lse=True, backend=backend)
-        for kn, vn, bn in blocks
-    ]
+    parts = [flashsci.attention(q, kn, vn, bias=bn, return_lse=True, backend=backend) for kn, vn, bn in blocks]
     lse = torch.logsumexp(torch.stack([part[1] for part in parts]), 0)
     out = sum(part[0] * torch.exp(part[1] - lse)[..., None] for part in parts)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
-    truth, truth_lse = flashsci.attention(
-        *leaves[:3], bias=leaves[3], return_lse=True, backend="reference"
-    )
+    truth, truth_lse = flashsci.attention(*leaves[:3], bias=leaves[3], return_lse=True, backend="reference")
     agree(out, truth)
     agree(lse, truth_lse)
     wanted = torch.autograd.grad(truth, leaves, dout)
-    shares = [
-        flashsci.attention_backward(dout, q, kn, vn, out, lse, bias=bn, backend=backend)
-        for kn, vn, bn in blocks
-    ]
+    shares = [flashsci.attention_backward(dout, q, kn, vn, out, lse, bias=bn, backend=backend) for kn, vn, bn in blocks]
     agree(sum(s.dq for s in shares), wanted[0])
     for i, dim in ((1, 2), (2, 2), (3, 3)):
         agree(torch.cat([s[i] for s in shares], dim), wanted[i])

@@ -55,9 +55,7 @@ def test_variants_are_few_and_cover_much():
     dims = {(v.head_dim, v.head_dim_v) for v in pool}
     assert (1, 1) in dims and (64, 64) in dims and (256, 256) in dims
     dtypes = {"bfloat16", "float16", "float32"}
-    assert {(v.head_dim, v.head_dim_v, v.dtype) for v in pool} == {
-        (*d, t) for d in dims for t in dtypes
-    }
+    assert {(v.head_dim, v.head_dim_v, v.dtype) for v in pool} == {(*d, t) for d in dims for t in dtypes}
     assert {(v.dtype, v.varlen) for v in pool} == {
         (d, p) for d in ("bfloat16", "float16", "float32") for p in (False, True)
     }
@@ -108,9 +106,7 @@ def test_hypothesis_draws_the_same_kind_of_case(case):
 
 
 def test_low_magnitude_is_below_what_exp_can_hold():
-    found = evaluate(
-        make_inputs(Case(magnitude="low", seq_k=64, variant=Variant(head_dim=64))), "reference"
-    )
+    found = evaluate(make_inputs(Case(magnitude="low", seq_k=64, variant=Variant(head_dim=64))), "reference")
     assert found["lse"].max() < -88.7
 
 
@@ -194,9 +190,7 @@ def test_resized_cases_stay_in_their_family():
             assert case.seq_q == 0 or _length_class(case.seq_q) == _length_class(family.seq_q)
             for shape in (case.bias_shape, case.mask_shape):
                 if shape is not None and not case.variant.varlen:
-                    assert torch.broadcast_shapes(shape, case.score_shape) == torch.Size(
-                        case.score_shape
-                    )
+                    assert torch.broadcast_shapes(shape, case.score_shape) == torch.Size(case.score_shape)
             if case.weight_shape is not None:
                 shape = torch.broadcast_shapes(case.weight_shape, case.key_shape)
                 assert shape == torch.Size(case.key_shape)
@@ -219,9 +213,7 @@ PADDED = {"lead": (5,), "heads_k": 2, "seq_q": 40, "seq_k": 40}
 def test_padding_is_rows_of_zeros(padding, packed):
     """Of q, k, v, dout and dlse, or of dout alone; at the end of sequences, from none to all of them, or anywhere."""
     variant = Variant(varlen=packed, lse_grad=True, mask=not packed)
-    case = Case(
-        variant=variant, padding=padding, mask_shape=None if packed else (5, 1, 1, 40), **PADDED
-    )
+    case = Case(variant=variant, padding=padding, mask_shape=None if packed else (5, 1, 1, 40), **PADDED)
     if packed:
         case = dataclasses.replace(case, rank=3, lead=(), lens_q=(40,) * 5, lens_k=(40,) * 5)
     inputs = make_inputs(case)
@@ -251,9 +243,7 @@ def test_gradients_of_means_are_small_and_not_zero(dtype):
         inputs = make_inputs(case)
         for x in (inputs.dout.float(), inputs.dlse):
             assert 0.5 * scale < x.square().mean().sqrt() < 2 * scale
-    assert (inputs.dout.float().abs() < torch.finfo(torch.float16).smallest_normal).any() or (
-        dtype != "float16"
-    )
+    assert (inputs.dout.float().abs() < torch.finfo(torch.float16).smallest_normal).any() or (dtype != "float16")
 
 
 @pytest.mark.parametrize("bias_float", [False, True])
@@ -262,14 +252,10 @@ def test_gradients_of_means_are_small_and_not_zero(dtype):
 @pytest.mark.parametrize("number", NUMBERS)
 def test_masks_are_numbers_where_they_should(number, place, dtype, bias_float):
     variant = Variant(dtype=dtype, bias="pair", bias_float=bias_float)
-    case = Case(
-        seed=3, variant=variant, bias_number=number, bias_number_at=place, padding="tail", **PADDED
-    )
+    case = Case(seed=3, variant=variant, bias_number=number, bias_number_at=place, padding="tail", **PADDED)
     for shape in ((5, 2, 40, 40), (1, 1, 40), (40,), (5, 1, 1, 40)):
         bias = make_inputs(dataclasses.replace(case, bias_shape=shape)).bias
-        assert bias.isfinite().all() and bias.dtype == (
-            torch.float32 if bias_float else variant.torch_dtype
-        )
+        assert bias.isfinite().all() and bias.dtype == (torch.float32 if bias_float else variant.torch_dtype)
         least = torch.finfo(bias.dtype).min
         value = {"float32_min": torch.finfo(torch.float32).min, "dtype_min": least}.get(number)
         value = max(float(number) if value is None else value, least)
@@ -333,12 +319,8 @@ def test_projections_share_one_buffer():
     assert inputs.q.stride() == (5 * row, 8, row, 1) and inputs.v.stride() == (5 * row, 4, row, 1)
     cross = make_inputs(Case(layout="joint", seq_k=7, **sizes))
     assert owner(cross.k) == owner(cross.v) != owner(cross.q)
-    packed = dict(
-        sizes, variant=Variant(head_dim=8, head_dim_v=4, varlen=True), rank=3, lead=(), seq_k=0
-    )
-    packed = make_inputs(
-        Case(layout="joint", **(packed | {"lens_q": (3, 2), "lens_k": (3, 2), "seq_q": 0}))
-    )
+    packed = dict(sizes, variant=Variant(head_dim=8, head_dim_v=4, varlen=True), rank=3, lead=(), seq_k=0)
+    packed = make_inputs(Case(layout="joint", **(packed | {"lens_q": (3, 2), "lens_k": (3, 2), "seq_q": 0})))
     assert owner(packed.q) == owner(packed.k) == owner(packed.v) and packed.q.stride(0) == row
     # The values are those of any other layout.
     plain = make_inputs(Case(layout="bhsd", seq_k=5, **sizes))
@@ -434,8 +416,6 @@ def test_hypothesis_shrinks_to_the_property_that_fails():
         lambda c: c.padding == "tail" and c.dout_scale == 1e-6,
         lambda c: c.bias_number == "-1e9" and c.bias_number_at == "rows",
     ):
-        case = find(
-            cases(score_limit=1 << 12), wanted, settings=settings(max_examples=20000, database=None)
-        )
+        case = find(cases(score_limit=1 << 12), wanted, settings=settings(max_examples=20000, database=None))
         assert case.magnitude == "unit" and case.layouts == () and case.heads_q == 1
         assert eval(repr(case)) == case

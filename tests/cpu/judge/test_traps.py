@@ -65,9 +65,7 @@ def refuse(dtypes, monkeypatch, *modules):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "name", ["zero_rows_of_dout", "fully_masked_rows", "minus_infinity_in_bias"]
-)
+@pytest.mark.parametrize("name", ["zero_rows_of_dout", "fully_masked_rows", "minus_infinity_in_bias"])
 def test_a_trap_judges_what_a_backend_serves_of_it(name, dtype, monkeypatch):
     """Whichever dtype comes first: the others' refusals end nothing."""
     served = {torch.float32} if name == "fully_masked_rows" else {dtype}

@@ -31,9 +31,7 @@ def with_examples() -> list[str]:
 
 
 def test_pages_with_examples_are_found():
-    assert {"README.md", "docs/start/quickstart.md", "docs/guide/backends.md"} <= set(
-        with_examples()
-    )
+    assert {"README.md", "docs/start/quickstart.md", "docs/guide/backends.md"} <= set(with_examples())
     text = "a\n```sh\nb\n```\n```python\nx = 1\n```\n```\nc\n```\n```python\ny = 2\n```\n"
     assert python_of(text).split() == ["x", "=", "1", "y", "=", "2"]
     assert python_of(text).splitlines()[5] == "x = 1"
@@ -114,14 +112,8 @@ def test_names_in_pages_exist(page):
     if page.endswith("glossary.md"):  # its last column has the names of other code bases
         text = re.sub(r"\|[^|\n]*\|$", "", text, flags=re.M)
     words = set(re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text))
-    names = {
-        word.split(".")[-1]
-        for word in words
-        if not re.search(r"\.(?:py|cuh?|h|cpp|md|json|txt)$", word)
-    }
-    missing = {
-        n for n in names - OTHERS if not re.search(rf"(?<!\w){re.escape(n)}(?!\w)", sources())
-    }
+    names = {word.split(".")[-1] for word in words if not re.search(r"\.(?:py|cuh?|h|cpp|md|json|txt)$", word)}
+    missing = {n for n in names - OTHERS if not re.search(rf"(?<!\w){re.escape(n)}(?!\w)", sources())}
     assert not missing, f"{page} names what no file has"
 
 
@@ -140,11 +132,7 @@ def sources() -> str:
         )
     ]
     kinds = {".py", ".cuh", ".cu", ".h", ".cpp", ".cmake", ".txt", ".sh", ".toml", ".yml", ""}
-    kept = [
-        p
-        for p in files
-        if p.suffix in kinds and "results" not in p.parts and p.name != "test_docs.py"
-    ]
+    kept = [p for p in files if p.suffix in kinds and "results" not in p.parts and p.name != "test_docs.py"]
     return "\n".join(p.read_text(encoding="utf-8", errors="ignore") for p in kept)
 
 
@@ -164,9 +152,7 @@ def test_nav_lists_every_page():
 def headings(page: Path) -> set[str]:
     """The anchors that mkdocs gives a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
-    plain = [
-        re.sub(r"[^\w\s-]", "", h).strip().lower() for h in re.findall(r"^#+ (.+)$", text, re.M)
-    ]
+    plain = [re.sub(r"[^\w\s-]", "", h).strip().lower() for h in re.findall(r"^#+ (.+)$", text, re.M)]
     return {re.sub(r"[-\s]+", "-", h) for h in plain}
 
 
@@ -177,8 +163,6 @@ def test_links_resolve(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
         file, _, anchor = link.partition("#")
         target = (ROOT / page).parent / file if file else ROOT / page
-        if "://" not in link and not (
-            target.exists() and (not anchor or anchor in headings(target))
-        ):
+        if "://" not in link and not (target.exists() and (not anchor or anchor in headings(target))):
             dead.append(link)
     assert not dead, f"{page} links to what is not there: {dead}"

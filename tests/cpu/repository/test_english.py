@@ -115,9 +115,7 @@ def test_the_rule(text, wrong, tmp_path):
     page.write_text(text)
     assert bool(faults(page)) == wrong
     module = tmp_path / "module.py"
-    module.write_text(
-        f'def f():\n    """Title.\n\n    {text.replace(chr(10), chr(10) + "    ")}\n    """\n'
-    )
+    module.write_text(f'def f():\n    """Title.\n\n    {text.replace(chr(10), chr(10) + "    ")}\n    """\n')
     assert bool(faults(module)) == wrong
 
 

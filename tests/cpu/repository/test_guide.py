@@ -24,9 +24,7 @@ def without_code(text: str) -> str:
 def places(text: str) -> list[tuple[str, str]]:
     """(name, path) for every place that a page gives."""
     return [
-        (name, path)
-        for names, path in PLACES.findall(without_code(text))
-        for name in re.findall(r"`([^`]+)`", names)
+        (name, path) for names, path in PLACES.findall(without_code(text)) for name in re.findall(r"`([^`]+)`", names)
     ]
 
 
@@ -68,7 +66,5 @@ def test_every_folder_of_kernels_has_a_row():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| (`csrc/sm[^|]+) \|", text, re.M)
     named = {path for row in rows for path in re.findall(r"`([^`]+)`", row)}
-    folders = {
-        str(folder.relative_to(ROOT)) for folder in ROOT.glob("csrc/sm*/*") if folder.is_dir()
-    }
+    folders = {str(folder.relative_to(ROOT)) for folder in ROOT.glob("csrc/sm*/*") if folder.is_dir()}
     assert named == folders

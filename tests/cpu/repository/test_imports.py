@@ -81,7 +81,7 @@ def test_no_circles():
 
 def test_backends_import_nothing_above_them():
     """They say what they can compute; who computes is decided above."""
-    below = {"problem", "derivatives", "dropout", "tracing", "ops", "paged_ops", "fp8_ops", "residual_ops"}  # fmt: skip
+    below = {"problem", "derivatives", "dropout", "tracing", "ops", "paged_ops", "fp8_ops", "residual_ops"}
     below |= {"memory", "op_checks", "paged_checks", "fp8_checks", "schemas"}
     edges = graph(ROOT / "flashsci")
     for name in edges:
@@ -99,10 +99,10 @@ def test_functions_import_nothing_from_the_package_itself():
         if name.startswith(("flashsci.testing", "flashsci.__main__")):  # nobody compiles these
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]  # fmt: skip
+        functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
         for node in itertools.chain.from_iterable(ast.walk(f) for f in functions):
             absolute = isinstance(node, ast.ImportFrom) and node.module == "flashsci"
-            whole = isinstance(node, ast.Import) and any(a.name.split(".")[0] == "flashsci" for a in node.names)  # fmt: skip
+            whole = isinstance(node, ast.Import) and any(a.name.split(".")[0] == "flashsci" for a in node.names)
             if absolute or whole:
                 wrong.append(f"{name}, line {node.lineno}")
     assert not wrong

@@ -24,24 +24,18 @@ def pins(path: str) -> dict[str, str]:
     return dict(re.findall(r"\b([\w-]+)==([\w.]+)", (ROOT / path).read_text()))
 
 
-def planned(
-    folder: Path, *targets: str, gpu: bool = False, before: str = "", **variables: str
-) -> str:
+def planned(folder: Path, *targets: str, gpu: bool = False, before: str = "", **variables: str) -> str:
     """What `make` would run in a fresh environment, on a machine with or without a GPU."""
     tools = folder / "tools"
     tools.mkdir()
-    answer = (
-        "echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'" if gpu else "echo 'No devices found.'; exit 6"
-    )
+    answer = "echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'" if gpu else "echo 'No devices found.'; exit 6"
     (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
     (tools / "nvidia-smi").chmod(0o755)
     venv = folder / "venv"
     venv.mkdir()
     if before:
         (venv / ".flashsci-archs").write_text(before + "\n")
-    environment = {
-        k: v for k, v in os.environ.items() if not k.startswith(("FA_ARCHS", "MAKE", "MFLAGS"))
-    }
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FA_ARCHS", "MAKE", "MFLAGS"))}
     environment["PATH"] = f"{tools}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
         ["make", "-n", f"VENV={venv}", f"PYTHON={sys.executable}", *targets],
@@ -74,9 +68,7 @@ def test_kernels_are_compiled_where_they_run_or_are_asked_for(tmp_path):
     found = {}
     for name, options in cases.items():
         (tmp_path / name).mkdir()
-        (found[name],) = re.findall(
-            r"FA_ARCHS='(.*?)'", planned(tmp_path / name, "demo", **options)
-        )
+        (found[name],) = re.findall(r"FA_ARCHS='(.*?)'", planned(tmp_path / name, "demo", **options))
     assert found == {"gpu": "", "archs": "90", "remembered": "80", "forgotten": ""}
 
 
@@ -122,9 +114,7 @@ def test_ci_runs_what_the_readme_says():
 def test_changelog_begins_with_this_version():
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert flashsci.__version__ in headings[:2], headings
-    assert re.search(
-        rf'^version = "{flashsci.__version__}"$', (ROOT / "pyproject.toml").read_text(), re.M
-    )
+    assert re.search(rf'^version = "{flashsci.__version__}"$', (ROOT / "pyproject.toml").read_text(), re.M)
 
 
 def function_lengths(text: str) -> dict[str, int]:
@@ -143,12 +133,8 @@ def test_python_functions_are_short():
     """The rule of the C++ (tests/compile/test_build.py) for Python; a Triton kernel is one function by necessity."""
     long = "def long():\n    x = 0\n" + "    x += 1\n" * 119
     assert function_lengths(long) == {"long": 121}
-    assert function_lengths(long.replace("    x = 0", '    """A\n    docstring."""')) == {
-        "long": 120
-    }
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    assert function_lengths(long.replace("    x = 0", '    """A\n    docstring."""')) == {"long": 120}
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     paths = listed.stdout.split()
     assert len(paths) > 100
     too_long = [

@@ -212,9 +212,13 @@ def test_what_breaks_off_leaves_the_rest(monkeypatch):
     seen = []
     with pytest.warns(UserWarning, match="large is not measured: Tried to allocate"):
         found = bench.run(
-            [replace(small(), id="large"), small()], ["reference", "sdpa"], "cpu", order=0, seconds=0.01,
+            [replace(small(), id="large"), small()],
+            ["reference", "sdpa"],
+            "cpu",
+            order=0,
+            seconds=0.01,
             on_case=lambda records: seen.append(len(records)),
-        )  # fmt: skip
+        )
     assert {r["backend"]: r["gate"] for r in found} == {
         "reference": "passed",
         "sdpa": "failed: it raised: at 3:7",
@@ -224,12 +228,12 @@ def test_what_breaks_off_leaves_the_rest(monkeypatch):
 
 def test_no_case_begins_when_time_is_up(tmp_path, capsys):
     with pytest.warns(UserWarning, match="time is up, not measured: cpu-dense, cpu-pair-bias"):
-        assert bench.run(bench.select(ids=["cpu-dense", "cpu-pair-bias"]), device="cpu", minutes=0) == []  # fmt: skip
+        assert bench.run(bench.select(ids=["cpu-dense", "cpu-pair-bias"]), device="cpu", minutes=0) == []
     path = tmp_path / "records.json"
-    arguments = ["--case", "cpu-causal-gqa", "--device", "cpu", "--seconds", "0.01", "--json", str(path)]  # fmt: skip
+    arguments = ["--case", "cpu-causal-gqa", "--device", "cpu", "--seconds", "0.01", "--json", str(path)]
     assert commands.main(["bench", *arguments, "--minutes", "5"]) == 0
     said = capsys.readouterr().out
-    first = next(line for line in said.splitlines() if line.startswith("cpu-causal-gqa forward: reference "))  # fmt: skip
+    first = next(line for line in said.splitlines() if line.startswith("cpu-causal-gqa forward: reference "))
     assert " us, sdpa " in first and said.index(first) < said.index("Standings")
     assert len(json.loads(path.read_text())) == 2 * 5
 
@@ -277,9 +281,7 @@ def test_compiling_ahead_hides_what_goes_wrong(monkeypatch):
 def test_names_of_candidates():
     gpu = torch.device("cuda")
     assert candidates.names_of([], gpu)[:2] == ["triton", "cuda"]
-    assert {"flex", "fa3", "cueq", "turbo", "sdpa:cudnn"} <= set(
-        candidates.names_of(["baselines"], gpu)
-    )
+    assert {"flex", "fa3", "cueq", "turbo", "sdpa:cudnn"} <= set(candidates.names_of(["baselines"], gpu))
     assert candidates.names_of(["cuda", "flex"], gpu, base=True) == ["cuda", "cuda@base", "flex"]
     with pytest.raises(bench.BenchError, match="no candidate named 'xformers'"):
         candidates.names_of(["xformers"], gpu)

@@ -85,9 +85,7 @@ def fa3_backward(dout, q, k, v, out, lse, dq, dk, dv, **options):
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         again = fa3_forward(*leaves, num_splits=1, **options)[0]
-        for written, found in zip(
-            (dq, dk, dv), torch.autograd.grad(again, leaves, dout), strict=True
-        ):
+        for written, found in zip((dq, dk, dv), torch.autograd.grad(again, leaves, dout), strict=True):
             written.copy_(found)
 
 
@@ -157,9 +155,7 @@ def test_fa3_under_another_name(monkeypatch, tmp_path):
         fa3.load(str(tmp_path / "other.so"))
 
 
-def triangle_attention(
-    q, k, v, bias, mask=None, scale=None, return_aux=False, *, kv_lengths=None
-):  # fmt: skip
+def triangle_attention(q, k, v, bias, mask=None, scale=None, return_aux=False, *, kv_lengths=None):
     """Signature and rules of cuequivariance_torch.triangle_attention."""
     b, n, h, s, _ = q.shape
     assert bias.shape == (b, 1, h, s, k.shape[3])
@@ -199,14 +195,18 @@ def turbopairformer(monkeypatch):
 TRIANGLES = {
     "triangle": small(N=16, bias=(1, 1, 2, 16, 16), bias_grad=True, mask=(1, 16, 1, 1, 16)),
     "as models have it": small(
-        N=16, bias=(1, 1, 2, 16, 16), bias_grad=True, mask=(1, 1, 1, 1, 16),
-        layout=HEADS_INSIDE, bias_layout=HEADS_LAST,
+        N=16,
+        bias=(1, 1, 2, 16, 16),
+        bias_grad=True,
+        mask=(1, 1, 1, 1, 16),
+        layout=HEADS_INSIDE,
+        bias_layout=HEADS_LAST,
     ),
     "a bias for each": small(B=3, bias=(3, 2, 16, 16), bias_grad=True, mask=(1, 1, 1, 16)),
     "one bias": small(B=3, bias=(1, 2, 16, 16), bias_grad=True, mask=(3, 1, 1, 16)),
     "two batch dims": small(B=2, N=3, bias=(1, 1, 2, 16, 16), bias_grad=True),
     "of keys": small(B=3, bias=(3, 1, 1, 16), bias_grad=True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TRIANGLES)

@@ -44,9 +44,7 @@ def test_both_live_side_by_side(older):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     assert sys.modules["flashold.api.attention"].CHANGED
     assert not hasattr(sys.modules["flashsci.api.attention"], "CHANGED")
-    assert (
-        torch.ops.flashold.triton_forward.default is not torch.ops.flashsci.triton_forward.default
-    )
+    assert torch.ops.flashold.triton_forward.default is not torch.ops.flashsci.triton_forward.default
     assert older.package.BackendError is not flashsci.BackendError
     with pytest.raises(older.package.BackendError, match="'reference' can"):
         older.package.attention(q.double(), k.double(), v.double(), backend="triton")

@@ -91,9 +91,7 @@ def test_help_lists_every_command(capsys):
     assert "--suite" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "command", [["bench"], ["bench", "--help"], ["models"], ["report", "--write"]]
-)
+@pytest.mark.parametrize("command", [["bench"], ["bench", "--help"], ["models"], ["report", "--write"]])
 def test_an_installed_package_says_where_the_benchmarks_are(command, tmp_path, monkeypatch, capsys):
     from flashsci import cli, digest
 

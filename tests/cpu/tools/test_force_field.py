@@ -72,7 +72,7 @@ def test_gradient_of_the_loss_is_its_finite_difference(potential):
             for p, d in zip(parameters, along, strict=True):
                 p.data += sign * step * d
             losses.append(train.loss_of(model, batch).detach())
-        torch.testing.assert_close((losses[0] - losses[1]) / (2 * step), slope.detach(), rtol=1e-6, atol=0)  # fmt: skip
+        torch.testing.assert_close((losses[0] - losses[1]) / (2 * step), slope.detach(), rtol=1e-6, atol=0)
 
 
 def test_invariance(potential):
@@ -129,10 +129,8 @@ def test_smooth_when_an_atom_crosses_the_cutoff(potential):
     step = 1e-5
     for x, y in zip(at(CUTOFF - step), at(CUTOFF + step), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-8)
-    near, far = ((at(d + step)[1] - at(d - step)[1]) / (2 * step) for d in (CUTOFF - 2 * step, CUTOFF + 2 * step))  # fmt: skip
-    torch.testing.assert_close(
-        near, far, rtol=0, atol=5e-4
-    )  # a cosine's slope jumps by 0.1 and more
+    near, far = ((at(d + step)[1] - at(d - step)[1]) / (2 * step) for d in (CUTOFF - 2 * step, CUTOFF + 2 * step))
+    torch.testing.assert_close(near, far, rtol=0, atol=5e-4)  # a cosine's slope jumps by 0.1 and more
     x = torch.tensor([0.0, CUTOFF - 1.2, CUTOFF, CUTOFF + 1], dtype=torch.float64)
     assert smooth_step(x, CUTOFF, 1.2).tolist() == [1.0, 1.0, 0.0, 0.0]
     assert (smooth_step(torch.linspace(CUTOFF - 1e-2, CUTOFF, 1000), CUTOFF, 1.2)[:-1] > 0).all()
@@ -151,10 +149,7 @@ def test_neighbours_in_another_order_are_the_same_structure(potential):
     other = sample.shuffled(torch.Generator().manual_seed(0))
     assert not torch.equal(other.j, sample.j) and torch.equal(other.i, sample.i)
     with torch.no_grad():
-        one, two = (
-            potential(batch, batch.positions)
-            for batch in (Batch.of([s], s.most) for s in (sample, other))
-        )
+        one, two = (potential(batch, batch.positions) for batch in (Batch.of([s], s.most) for s in (sample, other)))
     torch.testing.assert_close(one, two, rtol=1e-12, atol=0)
 
 

@@ -27,7 +27,7 @@ def test_cells():
     assert replace(SMALL, causal=True).flops() == 4 * 2 * 32 * 300 * 301 / 2
 
 
-@pytest.mark.parametrize("cell", [SMALL, replace(SMALL, causal=True, per="head"), replace(SMALL, per="tensor")])  # fmt: skip
+@pytest.mark.parametrize("cell", [SMALL, replace(SMALL, causal=True, per="head"), replace(SMALL, per="tensor")])
 def test_measures(cell, capsys):
     records = fp8.measure(cell, ["reference", "bf16", "cudnn", "fa3"], CPU, 0.05)
     assert [r["backend"] for r in records] == ["reference", "bf16"]

@@ -51,15 +51,8 @@ def test_an_option_is_found_as_a_word():
 
 
 def test_classes_of_one_name_are_counted():
-    assert (
-        classes_of_one_name(
-            {"flashsci/a.py": "class A: 0\nclass B: 0", "flashsci/b.py": "class A: 0"}
-        )
-        == "A 2"
-    )
-    assert (
-        classes_of_one_name({"tests/a.py": "class A: 0", "flashsci/a.py": "class A: 0"}) == "none"
-    )
+    assert classes_of_one_name({"flashsci/a.py": "class A: 0\nclass B: 0", "flashsci/b.py": "class A: 0"}) == "A 2"
+    assert classes_of_one_name({"tests/a.py": "class A: 0", "flashsci/a.py": "class A: 0"}) == "none"
 
 
 def test_functions_that_say_who_computes_are_counted_by_name():
@@ -75,9 +68,7 @@ def test_functions_that_say_who_computes_are_counted_by_name():
 def test_long_functions_are_found_without_their_docstrings():
     found = long_functions(
         {
-            "flashsci/a.py": long("f", 121)
-            + long("g", 120, docstring=40)
-            + long("h", 122, docstring=9),
+            "flashsci/a.py": long("f", 121) + long("g", 120, docstring=40) + long("h", 122, docstring=9),
             "tools/k.py": long("k", 130, "@kernel\n"),
             "tests/t.py": long("t", 300),
         }

@@ -208,9 +208,7 @@ def test_strides_are_as_declared(case):
         held = (small(case).H if case.layout == cases.FIRST_HEADS else k.shape[heads]) * k.shape[-1]
         assert k.stride(rows) == held and q.stride(rows) == q.shape[heads] * q.shape[-1]
     if case.bias_layout:
-        heads = made.bias.shape[-3] * (
-            cases.BIAS_LAYERS if case.bias_layout == cases.ONE_LAYER else 1
-        )
+        heads = made.bias.shape[-3] * (cases.BIAS_LAYERS if case.bias_layout == cases.ONE_LAYER else 1)
         assert made.bias.stride(-3) == 1 and made.bias.stride(-1) == heads
     assert all(leaf.is_leaf and leaf.requires_grad for leaf in made.leaves.values())
 
@@ -227,9 +225,7 @@ def test_contiguous_twins_differ_in_layout_alone():
     assert "layout" not in suite["calls-triangle-bf16-s384"].describe()
 
 
-@pytest.mark.parametrize(
-    "id", ["calls-triangle-bf16-s384-model", "calls-tabular-test-bf16-s2000-model"]
-)
+@pytest.mark.parametrize("id", ["calls-triangle-bf16-s384-model", "calls-tabular-test-bf16-s2000-model"])
 def test_plain_math_is_a_candidate(id):
     """bf16 with a strided fp32 bias and a mask; fewer heads of keys."""
     found = bench.run([small(bench.select(ids=[id])[0])], ["math", "sdpa"], "cpu", seconds=0.01)
@@ -437,9 +433,7 @@ def test_table_of_models(monkeypatch):
     for r, us in zip(slower, (5000.0, 10000.0), strict=True):
         r["case"]["id"], r["time_us"]["median"], r["peak_mem_mb"] = "toy-other", us, None
     both = report.overview([*found, *slower])
-    assert (
-        both.rows == [["toy", "0.50x to 2.00x", "3.33x"]] and "medians of whole steps" in both.note
-    )
+    assert both.rows == [["toy", "0.50x to 2.00x", "3.33x"]] and "medians of whole steps" in both.note
     short = report.speeds(found)
     assert short.rows == [["toy", "a toy", "matmul", "-", "2.00x, memory 3.33x"]]
     for record, us in zip(found, (900.0, 600.0), strict=True):  # a step that waits for the host

@@ -20,10 +20,10 @@ def test_cells():
     found = list(paged.cells())
     assert len({c.id for c in found}) == len(found) == 2 * 4 * 7
     assert all(len(c.lengths()) == c.batch and max(c.lengths()) == c.longest for c in found)
-    assert replace(SMALL, spread="equal", batch=2).bytes() == 2 * 2 * 64 * 2 * 32 * 2 + 2 * 2 * 4 * 32 * 2  # fmt: skip
+    assert replace(SMALL, spread="equal", batch=2).bytes() == 2 * 2 * 64 * 2 * 32 * 2 + 2 * 2 * 4 * 32 * 2
 
 
-@pytest.mark.parametrize("cell", [SMALL, replace(SMALL, batch=1), replace(SMALL, cache="float8_e4m3fn")])  # fmt: skip
+@pytest.mark.parametrize("cell", [SMALL, replace(SMALL, batch=1), replace(SMALL, cache="float8_e4m3fn")])
 def test_measures(cell, capsys):
     records = paged.measure(cell, ["reference", "fa3"], CPU, 0.05)
     assert [r["backend"] for r in records] == ["reference", "copy"]
@@ -68,7 +68,14 @@ def test_all_of_it_in_small(tmp_path, monkeypatch, capsys):
 
 def test_what_8_bits_gain():
     """Of the cases that were timed with both caches."""
-    timed = lambda cache, name, s, longest=64: {"case": asdict(replace(SMALL, cache=cache, longest=longest)), "backend": name, "seconds": {"median": s}}  # noqa: E731  # fmt: skip
+
+    def timed(cache, name, s, longest=64):
+        return {
+            "case": asdict(replace(SMALL, cache=cache, longest=longest)),
+            "backend": name,
+            "seconds": {"median": s},
+        }
+
     records = [
         timed("bfloat16", "cuda", 4.0),
         timed("bfloat16", "fa3", 3.0),
@@ -76,9 +83,7 @@ def test_what_8_bits_gain():
     ]
     assert paged.gains(records) == ""
     records += [timed("float8_e4m3fn", "cuda", 2.0), timed("float8_e4m3fn", "triton", 1.0)]
-    assert (
-        paged.gains(records) == f"8 bits against 16, b{SMALL.batch}-{SMALL.spread}-s64: cuda 2.00"
-    )
+    assert paged.gains(records) == f"8 bits against 16, b{SMALL.batch}-{SMALL.spread}-s64: cuda 2.00"
 
 
 def test_it_says_that_there_is_no_gpu(capsys):
@@ -125,7 +130,10 @@ OPS = "flashsci_test_of_fa3"
 @pytest.fixture
 def vllms(monkeypatch):
     """Ops with vLLM's schemas on the reference, and what they were called with."""
-    fwd_names, plan_names = ([word.split()[-1] for word in text[text.index("(") + 1 : text.rindex(")")].split(",")] for text in (VLLM_FWD, VLLM_PLAN))  # fmt: skip
+    fwd_names, plan_names = (
+        [word.split()[-1] for word in text[text.index("(") + 1 : text.rindex(")")].split(",")]
+        for text in (VLLM_FWD, VLLM_PLAN)
+    )
     seen = {}
 
     def fwd(*arguments):
@@ -133,9 +141,7 @@ def vllms(monkeypatch):
         names = ("cu_seqlens_q", "max_seqlen_q", "seqused_k")
         options = {n: given[n] for n in names} | {"causal": given["is_causal"]}
         scale, table = given["softmax_scale"], given["page_table"]
-        out = flashsci.paged_attention(
-            *arguments[:3], block_table=table, scale=scale, backend="reference", **options
-        )
+        out = flashsci.paged_attention(*arguments[:3], block_table=table, scale=scale, backend="reference", **options)
         return [out, torch.zeros(1)]
 
     def plan(*arguments):
@@ -194,7 +200,7 @@ def test_fa3_plans_only_where_it_can(monkeypatch, capsys, vllms):
 def test_fa3_defaults_are_left_alone():
     """An argument that has a default, or that nobody may leave out, is not filled in."""
     with torch.library._scoped_library(OPS + "_defaults", "DEF") as library:
-        library.define("fwd(Tensor q, int size, Tensor? a, int sm_margin, int num_splits=3, Tensor? b=None) -> Tensor")  # fmt: skip
+        library.define("fwd(Tensor q, int size, Tensor? a, int sm_margin, int num_splits=3, Tensor? b=None) -> Tensor")
         op = getattr(torch.ops, OPS + "_defaults").fwd
         assert paged.fa3.neutral(op) == {"a": None, "sm_margin": 0}
         paged.fa3.neutral.cache_clear()

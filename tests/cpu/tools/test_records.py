@@ -8,7 +8,7 @@ import pytest
 from flashsci import records
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = [*sorted((ROOT / "reports" / "bench").rglob("*.json")), ROOT / "reports" / "gpu-check.json"]  # fmt: skip
+FILES = [*sorted((ROOT / "reports" / "bench").rglob("*.json")), ROOT / "reports" / "gpu-check.json"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -27,7 +27,7 @@ def test_committed_files_are_as_written(path):
         {'quoted "key"': "a\nb", "empty": {"a": []}},
         [1.5, True, None, "text"],
     ],
-)  # fmt: skip
+)
 def test_the_text_holds_the_value(value):
     assert json.loads(records.dumps(value)) == value
 

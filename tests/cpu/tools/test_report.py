@@ -36,7 +36,7 @@ def record(case, kind, backend, us, gate="passed", **changes):
         "gate": gate,
         "env": {"gpu": "NVIDIA H200", "host": "x86_64", "torch": "2.11"},
         **changes,
-    }  # fmt: skip
+    }
 
 
 RECORDS = [
@@ -64,9 +64,7 @@ def test_standings():
     assert lost.result == "loses"
     assert found["dense-bf16-d64-full-s4096"].result == "wins", "what failed its check is not ours"
     draw = found["af3-pair"]
-    assert (draw.result, draw.peer["backend"]) == ("draws", "sdpa:efficient"), (
-        "default is no kernel"
-    )
+    assert (draw.result, draw.peer["backend"]) == ("draws", "sdpa:efficient"), "default is no kernel"
     assert (found["msa-row"].result, found["msa-row"].ratio) == ("wins", None)
     assert (found["escaip"].result, found["escaip"].ours) == ("loses", None)
 
@@ -82,9 +80,7 @@ def test_groups_are_cases_that_differ_in_length():
     assert (dense.backend("ours"), dense.backend("peer")) == ("cuda+", "fa3+")
     assert dense.mean("ours", "tflops") == pytest.approx((100 * 10) ** 0.5)
     assert len(rest) == 3
-    assert ranking.series(record("dense-bf16-d64-full-s512@fp16", "forward", "cuda", 1)) == (
-        "dense-bf16-d64-full@fp16"
-    )
+    assert ranking.series(record("dense-bf16-d64-full-s512@fp16", "forward", "cuda", 1)) == ("dense-bf16-d64-full@fp16")
     assert ranking.series(record("pet-md-4096", "forward", "cuda", 1)) == "pet-md-4096"
 
 
@@ -176,7 +172,7 @@ def test_comparison_of_two_runs(tmp_path, capsys):
     assert [c.result for c in found] == ["faster", "no difference", "slower"]
     table = bench.comparison(old, new)
     assert table.rows[0][5:] == ["2.00x", "faster"]
-    assert table.rows[-2][:3] + table.rows[-2][5:] == ["geometric mean", "forward", "cuda", "1.00x", "of 2"]  # fmt: skip
+    assert table.rows[-2][:3] + table.rows[-2][5:] == ["geometric mean", "forward", "cuda", "1.00x", "of 2"]
     assert table.note.startswith("def5678 with changes against abc1234")
     assert "ran at 1.00x of before" in table.note
     files = [tmp_path / "old.json", tmp_path / "new.json"]

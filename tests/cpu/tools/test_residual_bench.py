@@ -48,6 +48,6 @@ def test_command(tmp_path, capsys):
     path = tmp_path / "records.json"
     residual.main(
         ["--only", "unimol-fp32-s64", "--batch", "1", "--seconds", "0.01", "--device", "cpu", "--json", str(path)]
-    )  # fmt: skip
+    )
     assert len(json.loads(path.read_text())) == 6
     assert "unimol-fp32-s64 backward: flashsci" in capsys.readouterr().out

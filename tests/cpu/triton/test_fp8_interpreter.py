@@ -114,9 +114,7 @@ def test_wrong_edges_stay_inside(poison):
     huge = torch.iinfo(torch.int32).max
     for edges in ([-5, huge, 2, 7, 9], [4, 1, 3, 90, 100], [0, huge, huge, -huge, huge]):
         of_both = torch.tensor(edges, dtype=torch.int32)
-        out, lse = torch.ops.flashsci.triton_fp8_attention.default(
-            *tensors, *scales, of_both, of_both, *scalars
-        )
+        out, lse = torch.ops.flashsci.triton_fp8_attention.default(*tensors, *scales, of_both, of_both, *scalars)
         assert out.isfinite().all() and not lse.isnan().any(), edges
 
 

@@ -39,7 +39,7 @@ NAMED = {
     "e5m2": PagedCase(PagedVariant("float16", "float8_e5m2", 80, 48), **MIXED, scales="one"),
     "shared pages, some outside": PagedCase(PagedVariant(**BF16), **MIXED, shared=True, outside=True),
     "unaligned": PagedCase(PagedVariant(**BF16), **MIXED, layout="unaligned", known_length=False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -75,19 +75,24 @@ def test_wrong_tables_and_edges_stay_inside(heads, poison):
         ([0, huge, huge], [huge, huge], -1),
     ):
         out, lse = flashsci.paged_attention(
-            torch.randn(5, heads, 64), **caches, block_table=torch.full((2, 3), entry, dtype=torch.int32),
-            seqused_k=torch.tensor(used, dtype=torch.int32), cu_seqlens_q=torch.tensor(edges, dtype=torch.int32),
-            return_lse=True, backend="triton",
-        )  # fmt: skip
+            torch.randn(5, heads, 64),
+            **caches,
+            block_table=torch.full((2, 3), entry, dtype=torch.int32),
+            seqused_k=torch.tensor(used, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor(edges, dtype=torch.int32),
+            return_lse=True,
+            backend="triton",
+        )
         assert out.isfinite().all() and not lse.isnan().any()
     assert inputs.evaluate("triton")["out"].isfinite().all()
 
 
 def test_nothing_to_do():
     tables = dict(
-        block_table=torch.zeros(0, 1, dtype=torch.int32), seqused_k=torch.zeros(0, dtype=torch.int32),
+        block_table=torch.zeros(0, 1, dtype=torch.int32),
+        seqused_k=torch.zeros(0, dtype=torch.int32),
         cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
-    )  # fmt: skip
+    )
     cache = torch.randn(2, 16, 1, 64)
     out, lse = flashsci.paged_attention(
         torch.randn(3, 2, 64), cache, cache, **tables, return_lse=True, backend="triton"
@@ -125,9 +130,11 @@ def test_ops_pass_opcheck():
 
 def test_what_is_refused():
     given = dict(
-        block_table=torch.zeros(1, 1, dtype=torch.int32), seqused_k=torch.zeros(1, dtype=torch.int32),
-        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32), backend="triton",
-    )  # fmt: skip
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        seqused_k=torch.zeros(1, dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+        backend="triton",
+    )
     for dtype, dim, message in ((torch.float64, 64, "float64"), (torch.float32, 257, "up to 256")):
         cache = torch.zeros(1, 16, 1, dim, dtype=dtype)
         with pytest.raises(flashsci.BackendError, match=message):

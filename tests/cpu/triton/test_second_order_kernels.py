@@ -133,15 +133,11 @@ CASES = {
 for some in ("w", "qw", "vw"):
     variant = {**WEIGHT, "softcap": True, "tangents": some}
     CASES[f"tangents of {some}"] = case(variant, softcap=2.0, weight_shape=(2, 1, 37))
-    CASES[f"short, tangents of {some}"] = case(
-        variant, softcap=2.0, weight_shape=(2, 1, 23), **SHORT
-    )
+    CASES[f"short, tangents of {some}"] = case(variant, softcap=2.0, weight_shape=(2, 1, 23), **SHORT)
 for some in ("q", "k", "v", "b", "qk", "kv", "qvb", "kb"):
     variant = {**PAIR, "softcap": True, "tangents": some}
     CASES[f"tangents of {some}"] = case(variant, softcap=2.0, bias_shape=(2, 2, 40, 37))
-    CASES[f"short, tangents of {some}"] = case(
-        variant, softcap=2.0, bias_shape=(2, 2, 17, 23), **SHORT
-    )
+    CASES[f"short, tangents of {some}"] = case(variant, softcap=2.0, bias_shape=(2, 2, 17, 23), **SHORT)
     CASES[f"shared, tangents of {some}"] = case(variant, softcap=2.0, bias_shape=(40, 37))
 
 
@@ -223,7 +219,7 @@ def test_intermediate_values_beyond_fp16(sizes, bias):
         judge.require(evaluate(inputs, "triton"))
 
 
-NEEDED = ("fp32", "short", "bias shared by heads", "packed, bias of pairs", "key weights", "short, key weights")  # fmt: skip
+NEEDED = ("fp32", "short", "bias shared by heads", "packed, bias of pairs", "key weights", "short, key weights")
 
 
 @pytest.mark.parametrize("name", quick_first(NEEDED, {"short"}))

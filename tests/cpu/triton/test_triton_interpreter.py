@@ -70,9 +70,7 @@ def long_cases():
     )
     yield (
         "transposed bias",
-        case(
-            {"bias": "pair", "bias_grad": True}, bias_shape=(2, 2, 40, 40), bias_view="transposed"
-        ),
+        case({"bias": "pair", "bias_grad": True}, bias_shape=(2, 2, 40, 40), bias_view="transposed"),
     )
     yield (
         "bias shared by the batch",
@@ -120,17 +118,19 @@ def long_cases():
         "packed, bias of pairs",
         case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(2, pairs), **PACKED),
     )
-    yield "packed, shared bias of pairs", case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(1, pairs),
-                                               **PACKED)  # fmt: skip
+    yield (
+        "packed, shared bias of pairs",
+        case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(1, pairs), **PACKED),
+    )
 
     yield "ALiBi", case({"alibi": True, "window": True}, causal=True, align="lower_right", seq_k=70)
-    yield "ALiBi and a shared bias", case({"alibi": True, "bias": "pair", "bias_grad": True}, bias_shape=(2, 1, 40, 40))  # fmt: skip
+    yield "ALiBi and a shared bias", case({"alibi": True, "bias": "pair", "bias_grad": True}, bias_shape=(2, 1, 40, 40))
     yield "packed, ALiBi", case({"varlen": True, "alibi": True, "sink": "float"}, **PACKED)
     yield "sink", case({"sink": "float", "lse_grad": True})
     yield (
         "sink in 16 bits",
         case({"sink": "inputs", "dtype": "bfloat16", "mask": True}, mask_shape=(2, 1, 40, 40), mask_kind="rows"),
-    )  # fmt: skip
+    )
     yield "sink, no keys", case({"sink": "float", "lse_grad": True}, seq_k=0)
 
 
@@ -138,13 +138,13 @@ def short_cases():
     """Whole sequences in one tile: their backward is one kernel."""
     yield (
         "short",
-        case(
-            {"lse_grad": True, "window": True, "softcap": True}, causal=True, softcap=2.0, **SHORT
-        ),
+        case({"lse_grad": True, "window": True, "softcap": True}, causal=True, softcap=2.0, **SHORT),
     )
     yield "short, ALiBi", case({"alibi": True, "sink": "float"}, align="lower_right", **SHORT)
-    yield "short, two chunks", case({"dtype": "float16", "head_dim": 48, "head_dim_v": 24, "dropout": True}, dropout_p=0.4,
-                                    **SHORT)  # fmt: skip
+    yield (
+        "short, two chunks",
+        case({"dtype": "float16", "head_dim": 48, "head_dim_v": 24, "dropout": True}, dropout_p=0.4, **SHORT),
+    )
     yield "short, full bias", case({"bias": "pair", "bias_grad": True, "mask": True}, bias_shape=(2, 2, 17, 23),
                                    mask_shape=(1, 1, 17, 23), mask_kind="rows", **SHORT)  # fmt: skip
     yield (
@@ -168,26 +168,40 @@ def short_cases():
         "packed, short, bias of keys",
         case({"varlen": True, "bias": "key", "bias_grad": True}, bias_shape=(2, 45), **lens),
     )
-    yield "packed, short, bias of pairs", case({"varlen": True, "bias": "pair", "bias_grad": True},
-                                               bias_shape=(2, 9 * 17 + 17 * 23), **lens)  # fmt: skip
+    yield (
+        "packed, short, bias of pairs",
+        case({"varlen": True, "bias": "pair", "bias_grad": True}, bias_shape=(2, 9 * 17 + 17 * 23), **lens),
+    )
 
 
 def wide_cases():
     """Heads that are read in slices, where every head has keys of its own."""
     wide = {"head_dim": 136, "head_dim_v": 72}
     own = {"heads_k": 2, "group": 1, **SHORT}
-    yield "wide", case({"lse_grad": True, "window": True, "softcap": True, **wide}, causal=True, softcap=2.0, **own)  # fmt: skip
-    yield "wide, ALiBi and a sink", case({"head_dim": 320, "head_dim_v": 64, "alibi": True, "sink": "float"}, align="lower_right", **own)  # fmt: skip
-    yield "wide, unaligned rows, dropout", case({"head_dim": 129, "head_dim_v": 131, "dropout": True}, dropout_p=0.4, **own)  # fmt: skip
+    yield "wide", case({"lse_grad": True, "window": True, "softcap": True, **wide}, causal=True, softcap=2.0, **own)
+    yield (
+        "wide, ALiBi and a sink",
+        case({"head_dim": 320, "head_dim_v": 64, "alibi": True, "sink": "float"}, align="lower_right", **own),
+    )
+    yield (
+        "wide, unaligned rows, dropout",
+        case({"head_dim": 129, "head_dim_v": 131, "dropout": True}, dropout_p=0.4, **own),
+    )
     yield "wide, full bias", case({"bias": "pair", "bias_grad": True, "mask": True, **wide}, bias_shape=(2, 2, 17, 23),
                                   mask_shape=(1, 1, 17, 23), mask_kind="rows", layout="bshd", **own)  # fmt: skip
-    yield "wide, bias of keys", case({"bias": "key", "bias_grad": True, **wide}, bias_shape=(2, 1, 1, 23), **own)  # fmt: skip
-    yield "wide, bias of queries", case({"bias": "pair", "bias_grad": True, **wide}, bias_shape=(2, 1, 17, 1), **own)  # fmt: skip
-    yield "wide, shared bias", case({"bias": "pair", "bias_grad": True, **wide}, bias_shape=(1, 2, 17, 23), **own)  # fmt: skip
-    yield "wide, key weights", case({"key_weight": "float", "key_weight_grad": True, **wide}, weight_shape=(2, 2, 23), **own)  # fmt: skip
+    yield "wide, bias of keys", case({"bias": "key", "bias_grad": True, **wide}, bias_shape=(2, 1, 1, 23), **own)
+    yield "wide, bias of queries", case({"bias": "pair", "bias_grad": True, **wide}, bias_shape=(2, 1, 17, 1), **own)
+    yield "wide, shared bias", case({"bias": "pair", "bias_grad": True, **wide}, bias_shape=(1, 2, 17, 23), **own)
+    yield (
+        "wide, key weights",
+        case({"key_weight": "float", "key_weight_grad": True, **wide}, weight_shape=(2, 2, 23), **own),
+    )
     yield "wide, key heads shared", case({"lse_grad": True, **wide}, **SHORT)
     yield "wide, 64 keys", case({**wide}, heads_k=2, group=1, seq_q=40, seq_k=64)
-    yield "wide, many rows, dropout", case({"dropout": True, **wide}, dropout_p=0.4, heads_k=2, group=1, seq_q=70, seq_k=40)  # fmt: skip
+    yield (
+        "wide, many rows, dropout",
+        case({"dropout": True, **wide}, dropout_p=0.4, heads_k=2, group=1, seq_q=70, seq_k=40),
+    )
     yield "wide, key weights, key heads shared", case({"key_weight": "float", "key_weight_grad": True, **wide}, weight_shape=(2, 1, 2, 23),
                                                       rank=5, lead=(2, 1), heads_k=2, **SHORT)  # fmt: skip
     yield "wide, bias of two batch dims", case({"bias": "pair", "bias_grad": True, **wide}, rank=5, lead=(2, 3),
@@ -195,9 +209,7 @@ def wide_cases():
 
 
 CASES = dict([*long_cases(), *short_cases(), *wide_cases()])
-for number, generated in enumerate(
-    generate(SEED, GENERATED, lengths=SMALL_LENGTHS, score_limit=5000)
-):
+for number, generated in enumerate(generate(SEED, GENERATED, lengths=SMALL_LENGTHS, score_limit=5000)):
     # The Triton kernels refuse the gradient of key weights beside a sink.
     learnt = generated.variant.key_weight_grad and not generated.variant.sink
     variant = replace(generated.variant, key_weight_grad=learnt)

@@ -50,12 +50,8 @@ def dkdv_kernel(
     row = span.start_k + j0
     columns_left = span.len_k - j0
 
-    k_rows = load_rows(
-        inputs.k, strides.k, at, at.hk, row, columns_left, sizes.head_dim, BLOCK_N, D
-    )
-    v_rows = load_rows(
-        inputs.v, strides.v, at, at.hk, row, columns_left, sizes.head_dim_v, BLOCK_N, V
-    )
+    k_rows = load_rows(inputs.k, strides.k, at, at.hk, row, columns_left, sizes.head_dim, BLOCK_N, D)
+    v_rows = load_rows(inputs.v, strides.v, at, at.hk, row, columns_left, sizes.head_dim_v, BLOCK_N, V)
     acc_k = zero_chunks(BLOCK_N, D)
     acc_v = zero_chunks(BLOCK_N, V)
     weights = load_weights(inputs.weight, strides.weight, at, span, j)
@@ -74,9 +70,7 @@ def dkdv_kernel(
 
         for part in tl.static_range(0 if F.WINDOW >= 1 else 1, 3 if F.WINDOW == 2 else 2):
             # Rows are checked in any case: without a left side of the window, the last rows are in part 1.
-            for start in tl.range(
-                edges[part], edges[3 if part == 1 and F.WINDOW < 2 else part + 1], BLOCK_M
-            ):
+            for start in tl.range(edges[part], edges[3 if part == 1 and F.WINDOW < 2 else part + 1], BLOCK_M):
                 start = tl.multiple_of(start, BLOCK_M)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start
@@ -85,19 +79,15 @@ def dkdv_kernel(
                 q_rows = load_chunks(q_tile, strides.q, rows_left, sizes.head_dim, BLOCK_M, D, True)
                 s = score_chunks(q_rows, k_rows, None, PRECISION, TRANSPOSED)
                 # Rows beyond the queries have reference +inf, too: probability 0.
-                row_reference = load_row(
-                    reference + statistics + i, inside, float("inf"), TRANSPOSED
-                )
+                row_reference = load_row(reference + statistics + i, inside, float("inf"), TRANSPOSED)
                 s, slope = scores(
                     s, i, j, bias, mask, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
-                )  # fmt: skip
+                )
                 row_reference = row_reference[None, :] if TRANSPOSED else row_reference[:, None]
                 p, bare = probabilities(s, row_reference, weights, mod.scale, FOLD, TRANSPOSED)
                 dout_tile = row_pointer(dout_head, dout_strides, start, V.VECTOR)
-                dout_rows = load_chunks(
-                    dout_tile, dout_strides, rows_left, sizes.head_dim_v, BLOCK_M, V, True
-                )
-                keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)  # fmt: skip
+                dout_rows = load_chunks(dout_tile, dout_strides, rows_left, sizes.head_dim_v, BLOCK_M, V, True)
+                keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)
                 if dv is not None:
                     kept = drop(p, keep, mod).to(dout_rows[0].dtype)
                     acc_v = add_product(kept if TRANSPOSED else kept.T, dout_rows, acc_v, PRECISION)

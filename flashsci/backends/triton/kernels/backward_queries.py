@@ -40,9 +40,7 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS_GRADIENT: tl.constexpr, DBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
     """dq (unless None), and dbias if it is dS itself (STORE) or its sums over keys (ROW_SUMS, fp32, one per query row)."""
-    i0, at, span = query_tile(
-        tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1
-    )
+    i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
     i = i0 + tl.arange(0, BLOCK_M)
@@ -58,7 +56,7 @@ def dq_kernel(
     mask = mask_of(inputs, strides, at, span, F)
     alibi = alibi_of(inputs, strides, at, sizes, F)
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
-    dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)  # fmt: skip
+    dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)
     row_reference = tl.load(reference + first + i, mask=i < span.len_q, other=float("inf"))
     row_delta = tl.load(delta + first + i, mask=i < span.len_q, other=0.0)
     row_sums = tl.zeros([BLOCK_M], tl.float32)
@@ -72,17 +70,13 @@ def dq_kernel(
             keys_left = span.len_k - start
             k_tile = row_pointer(k_head, strides.k, start, D.VECTOR)
             v_tile = row_pointer(v_head, strides.v, start, V.VECTOR)
-            k_rows = load_chunks(
-                k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1
-            )
-            v_rows = load_chunks(
-                v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1
-            )
+            k_rows = load_chunks(k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
+            v_rows = load_chunks(v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             s, slope = scores(
                 s, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
-            )  # fmt: skip
+            )
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)

@@ -48,17 +48,11 @@ def small_backward_kernel(
     at, span = whole_sequence(tl.program_id(0), inputs, sizes, mod, F.VARLEN)
     if F.VARLEN:
         if (at.b < 0) | (at.b >= sizes.sequences):  # rows of no sequence
-            store_zeros(
-                dk, dk_strides, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D
-            )
-            store_zeros(
-                dv, dv_strides, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V
-            )
+            store_zeros(dk, dk_strides, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D)
+            store_zeros(dv, dv_strides, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V)
             for m in tl.range(0, sizes.group):
                 h = at.h + m
-                store_zeros(
-                    dq, dq_strides, at, h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D
-                )
+                store_zeros(dq, dq_strides, at, h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D)
                 if BIAS_GRADIENT == COLUMN_SUMS:
                     first = flat_row(at.b, h, sizes.heads, span.start_k, sizes.size_k, True)
                     store_zero_values(dbias, first, span.len_k, BLOCK)
@@ -69,12 +63,8 @@ def small_backward_kernel(
         span = within_tile(span, mod, BLOCK)
     i = tl.arange(0, BLOCK)
 
-    k_rows = load_rows(
-        inputs.k, strides.k, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D
-    )
-    v_rows = load_rows(
-        inputs.v, strides.v, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V
-    )
+    k_rows = load_rows(inputs.k, strides.k, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D)
+    v_rows = load_rows(inputs.v, strides.v, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V)
     acc_k = zero_chunks(BLOCK, D)
     acc_v = zero_chunks(BLOCK, V)
     weights = load_weights(inputs.weight, strides.weight, at, span, i)
@@ -100,7 +90,7 @@ def small_backward_kernel(
             tl.store(dbias + column + i, tl.sum(ds, 0), mask=i < span.len_k)
         acc_k = head_products(
             dq, dq_strides, head, span, q_rows, k_rows, ds, slope, acc_k, sizes, mod, F, D, PRECISION, BLOCK
-        )  # fmt: skip
+        )
 
     if weight_sums is not None:
         first = flat_row(at.b, at.hk, sizes.heads_k, span.start_k, sizes.size_k, F.VARLEN)
@@ -126,15 +116,9 @@ def head_scores(
     i = tl.arange(0, BLOCK)
     inside = i < span.len_q
     first = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
-    q_rows = load_rows(
-        inputs.q, strides.q, at, at.h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D
-    )
-    dout_rows = load_rows(
-        dout, dout_strides, at, at.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V
-    )
-    out_rows = load_rows(
-        out, out_strides, at, at.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V
-    )
+    q_rows = load_rows(inputs.q, strides.q, at, at.h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D)
+    dout_rows = load_rows(dout, dout_strides, at, at.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V)
+    out_rows = load_rows(out, out_strides, at, at.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V)
     row_delta = row_dot(dout_rows, out_rows)
     s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK, BLOCK]
     dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)

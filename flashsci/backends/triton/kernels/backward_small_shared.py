@@ -27,9 +27,7 @@ def small_shared_backward_kernel(
     BLOCK: tl.constexpr, DBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv; a part of dbias; weight_sums unless None."""
-    _i0, _tile_k, split, block, span = bias_tile(
-        tl.program_id(0), inputs, own, sharing, sizes, mod, BLOCK, False
-    )
+    _i0, _tile_k, split, block, span = bias_tile(tl.program_id(0), inputs, own, sharing, sizes, mod, BLOCK, False)
     i = tl.arange(0, BLOCK)
     bias = bias_of(inputs.bias, strides.bias, block, span, inputs, sizes, F.BIAS_VECTOR, F)
     bias_values = load_plane(bias, i, i, span.len_k, F.BIAS, F.BIAS_VECTOR, False)
@@ -37,12 +35,8 @@ def small_shared_backward_kernel(
     first = split * sharing.members_per_split
     for m in tl.range(first, tl.minimum(first + sharing.members_per_split, sharing.members)):
         at = sharer(block, m, shared, sizes, False)
-        k_rows = load_rows(
-            inputs.k, strides.k, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D
-        )
-        v_rows = load_rows(
-            inputs.v, strides.v, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V
-        )
+        k_rows = load_rows(inputs.k, strides.k, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D)
+        v_rows = load_rows(inputs.v, strides.v, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V)
         weights = load_weights(inputs.weight, strides.weight, at, span, i)
         q_rows, ds, slope, dv_rows, bare = head_scores(
             inputs, dout, out, lse, dlse, at, span, k_rows, v_rows, zero_chunks(BLOCK, V), bias_values, weights,

@@ -32,9 +32,7 @@ def bias_gradient_kernel(
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    i0, tile_k, split, block, span = bias_tile(
-        tl.program_id(0), inputs, own, sharing, sizes, mod, BLOCK_M, F.VARLEN
-    )
+    i0, tile_k, split, block, span = bias_tile(tl.program_id(0), inputs, own, sharing, sizes, mod, BLOCK_M, F.VARLEN)
     if i0 >= span.len_q:
         return
     i = i0 + tl.arange(0, BLOCK_M)
@@ -46,9 +44,7 @@ def bias_gradient_kernel(
     dbias += split.to(tl.int64) * aligned(sharing.split_stride, DBIAS_VECTOR)
     dplane = bias_of(dbias, dbias_strides, block, span, inputs, sizes, DBIAS_VECTOR, F)
 
-    for j0 in tl.range(
-        tile_k * BLOCK_N, span.len_k if F.VARLEN else tile_k * BLOCK_N + 1, BLOCK_N, num_stages=1
-    ):
+    for j0 in tl.range(tile_k * BLOCK_N, span.len_k if F.VARLEN else tile_k * BLOCK_N + 1, BLOCK_N, num_stages=1):
         j = j0 + tl.arange(0, BLOCK_N)
         columns_left = span.len_k - j0
         bias_values = load_plane(bias, i, j, span.len_k, F.BIAS, F.BIAS_VECTOR, False)
@@ -59,26 +55,22 @@ def bias_gradient_kernel(
         for m in tl.range(first, end):
             at = sharer(block, m, shared, sizes, F.VARLEN)
             first_row = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
-            q_rows = load_rows(
-                inputs.q, strides.q, at, at.h, span.start_q + i0, rows_left, sizes.head_dim, BLOCK_M, D
-            )  # fmt: skip
+            q_rows = load_rows(inputs.q, strides.q, at, at.h, span.start_q + i0, rows_left, sizes.head_dim, BLOCK_M, D)
             k_rows = load_rows(
                 inputs.k, strides.k, at, at.hk, span.start_k + j0, columns_left, sizes.head_dim, BLOCK_N, D
-            )  # fmt: skip
+            )
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             dout_rows = load_rows(
                 dout, dout_strides, at, at.h, span.start_q + i0, rows_left, sizes.head_dim_v, BLOCK_M, V
-            )  # fmt: skip
+            )
             v_rows = load_rows(
                 inputs.v, strides.v, at, at.hk, span.start_k + j0, columns_left, sizes.head_dim_v, BLOCK_N, V
-            )  # fmt: skip
+            )
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             mask = mask_of(inputs, strides, at, span, F)
             alibi = alibi_of(inputs, strides, at, sizes, F)
             # Columns beyond the keys hold any values, and are not stored.
-            s, _slope = scores(
-                s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False
-            )
+            s, _slope = scores(s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)
             row_reference = tl.load(reference + first_row + i, mask=inside, other=float("inf"))
             row_delta = tl.load(delta + first_row + i, mask=inside, other=0.0)
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
@@ -105,9 +97,7 @@ def bias_tile(pid, inputs, own, sharing, sizes, mod, BLOCK_M: tl.constexpr, VARL
     len_q = sizes.size_q
     len_k = sizes.size_k
     if VARLEN:
-        n, tile, start_q, len_q = varlen_tile(
-            tile, inputs.cu_seqlens_q, sizes.sequences, sizes.size_q, BLOCK_M
-        )
+        n, tile, start_q, len_q = varlen_tile(tile, inputs.cu_seqlens_q, sizes.sequences, sizes.size_q, BLOCK_M)
         start_k, len_k = varlen_rows(inputs.cu_seqlens_k, n, sizes.sequences, sizes.size_k)
     span = Span(start_q, len_q, start_k, len_k, shift_of(len_q, len_k, mod))
     return tile * BLOCK_M, tile_k, split, HeadCoord(n, b0, b1, h, h), span

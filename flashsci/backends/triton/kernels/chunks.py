@@ -23,11 +23,7 @@ def aligned(x, VECTOR: tl.constexpr):
 @triton.jit
 def head_pointer(pointer, strides, at, h, VECTOR: tl.constexpr):
     """Start of head h of the sequence: strides are those of (b0, b1, head, ...)."""
-    offset = (
-        at.b0.to(tl.int64) * strides[0]
-        + at.b1.to(tl.int64) * strides[1]
-        + h.to(tl.int64) * strides[2]
-    )
+    offset = at.b0.to(tl.int64) * strides[0] + at.b1.to(tl.int64) * strides[1] + h.to(tl.int64) * strides[2]
     return pointer + aligned(offset, VECTOR)
 
 
@@ -65,16 +61,12 @@ def load_tile(
 
 
 @triton.jit
-def load_chunks(
-    tile, strides, rows_left, width, ROWS: tl.constexpr, C: tl.constexpr, CHECK_ROWS: tl.constexpr
-):
+def load_chunks(tile, strides, rows_left, width, ROWS: tl.constexpr, C: tl.constexpr, CHECK_ROWS: tl.constexpr):
     """ROWS rows of `width` elements at `tile`, zero outside the rows left; None for None."""
     if tile is not None:
         x0 = load_tile(tile, strides[3], rows_left, width, ROWS, C.W0, C, CHECK_ROWS)
         if C.W1 > 0:
-            x1 = load_tile(
-                tile + C.W0, strides[3], rows_left, width - C.W0, ROWS, C.W1, C, CHECK_ROWS
-            )
+            x1 = load_tile(tile + C.W0, strides[3], rows_left, width - C.W0, ROWS, C.W1, C, CHECK_ROWS)
             return x0, x1
         else:
             return (x0,)
@@ -88,9 +80,7 @@ def load_rows(pointer, strides, at, h, row, rows_left, width, ROWS: tl.constexpr
 
 
 @triton.jit
-def load_from(
-    head, strides, row, rows_left, width, ROWS: tl.constexpr, C: tl.constexpr, CHECK_ROWS: tl.constexpr
-):  # fmt: skip
+def load_from(head, strides, row, rows_left, width, ROWS: tl.constexpr, C: tl.constexpr, CHECK_ROWS: tl.constexpr):
     """ROWS rows from `row` on of the sequence that begins at `head`; None for None."""
     if head is not None:
         tile = row_pointer(head, strides, row, C.VECTOR)

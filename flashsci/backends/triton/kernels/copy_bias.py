@@ -71,9 +71,7 @@ def copy_bias_kernel(
     if not READ.WHOLE:
         inside &= read < sizes.read // READ.VECTOR * READ.VECTOR
     source += read * strides.source[3] + written * (strides.source[4] // READ.VECTOR * READ.VECTOR)
-    target += (
-        read * (strides.target[3] // WRITTEN.VECTOR * WRITTEN.VECTOR) + written * strides.target[4]
-    )
+    target += read * (strides.target[3] // WRITTEN.VECTOR * WRITTEN.VECTOR) + written * strides.target[4]
     if EARLY:
         gdc_wait()
     tl.store(target, tl.load(source, mask=inside), mask=inside)

@@ -34,9 +34,7 @@ def double_backward_bias_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr,
     GBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    i0, tile_k, split, block, span = bias_tile(
-        tl.program_id(0), inputs, own, sharing, sizes, mod, BLOCK_M, F.VARLEN
-    )
+    i0, tile_k, split, block, span = bias_tile(tl.program_id(0), inputs, own, sharing, sizes, mod, BLOCK_M, F.VARLEN)
     if i0 >= span.len_q:
         return
     i = i0 + tl.arange(0, BLOCK_M)
@@ -45,15 +43,11 @@ def double_backward_bias_kernel(
     first = split * sharing.members_per_split
     last = tl.minimum(first + sharing.members_per_split, sharing.members)
     bias = bias_of(inputs.bias, strides.bias, block, span, inputs, sizes, F.BIAS_VECTOR, F)
-    tbias = bias_of(
-        tangents.bias, tangent_strides.bias, block, span, inputs, sizes, TBIAS_VECTOR, F
-    )
+    tbias = bias_of(tangents.bias, tangent_strides.bias, block, span, inputs, sizes, TBIAS_VECTOR, F)
     gbias += split.to(tl.int64) * aligned(sharing.split_stride, GBIAS_VECTOR)
     gplane = bias_of(gbias, gbias_strides, block, span, inputs, sizes, GBIAS_VECTOR, F)
 
-    for j0 in tl.range(
-        tile_k * BLOCK_N, span.len_k if F.VARLEN else tile_k * BLOCK_N + 1, BLOCK_N, num_stages=1
-    ):
+    for j0 in tl.range(tile_k * BLOCK_N, span.len_k if F.VARLEN else tile_k * BLOCK_N + 1, BLOCK_N, num_stages=1):
         j = j0 + tl.arange(0, BLOCK_N)
         columns_left = span.len_k - j0
         bias_values = load_plane(bias, i, j, span.len_k, F.BIAS, F.BIAS_VECTOR, False)
@@ -66,23 +60,19 @@ def double_backward_bias_kernel(
             row = span.start_q + i0
             column = span.start_k + j0
             position = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN) + i
-            q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)  # fmt: skip
-            tq_rows = load_rows(
-                tangents.q, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D
-            )
-            k_rows = load_rows(inputs.k, strides.k, at, at.hk, column, columns_left, sizes.head_dim, BLOCK_N, D)  # fmt: skip
+            q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
+            tq_rows = load_rows(tangents.q, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
+            k_rows = load_rows(inputs.k, strides.k, at, at.hk, column, columns_left, sizes.head_dim, BLOCK_N, D)
             tk_rows = load_rows(
                 tangents.k, tangent_strides.k, at, at.hk, column, columns_left, sizes.head_dim, BLOCK_N, D
-            )  # fmt: skip
-            dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)  # fmt: skip
-            v_rows = load_rows(inputs.v, strides.v, at, at.hk, column, columns_left, sizes.head_dim_v, BLOCK_N, V)  # fmt: skip
+            )
+            dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)
+            v_rows = load_rows(inputs.v, strides.v, at, at.hk, column, columns_left, sizes.head_dim_v, BLOCK_N, V)
             mask = mask_of(inputs, strides, at, span, F)
             alibi = alibi_of(inputs, strides, at, sizes, F)
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             # Columns beyond the keys hold any values, and are not stored.
-            s, slope = scores(
-                products, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False
-            )
+            s, slope = scores(products, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)
             row_lse = tl.load(lse + position, mask=inside, other=float("-inf"))
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
@@ -96,7 +86,7 @@ def double_backward_bias_kernel(
             tdp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             tv_rows = load_rows(
                 tangents.v, tangent_strides.v, at, at.hk, column, columns_left, sizes.head_dim_v, BLOCK_N, V
-            )  # fmt: skip
+            )
             if tv_rows is not None:
                 tdp = score_chunks(dout_rows, tv_rows, None, PRECISION, False)
             keep = dropout_keep(inputs, at, sizes, i0, j0, mod, F, BLOCK_M, BLOCK_N, False)

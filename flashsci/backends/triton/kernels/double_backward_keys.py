@@ -58,14 +58,10 @@ def double_backward_keys_kernel(
     row = span.start_k + j0
     columns_left = span.len_k - j0
 
-    k_rows = load_rows(inputs.k, strides.k, at, at.hk, row, columns_left, sizes.head_dim, BLOCK_N, D)  # fmt: skip
-    v_rows = load_rows(inputs.v, strides.v, at, at.hk, row, columns_left, sizes.head_dim_v, BLOCK_N, V)  # fmt: skip
-    tk_rows = load_rows(
-        tangents.k, tangent_strides.k, at, at.hk, row, columns_left, sizes.head_dim, BLOCK_N, D
-    )
-    tv_rows = load_rows(
-        tangents.v, tangent_strides.v, at, at.hk, row, columns_left, sizes.head_dim_v, BLOCK_N, V
-    )
+    k_rows = load_rows(inputs.k, strides.k, at, at.hk, row, columns_left, sizes.head_dim, BLOCK_N, D)
+    v_rows = load_rows(inputs.v, strides.v, at, at.hk, row, columns_left, sizes.head_dim_v, BLOCK_N, V)
+    tk_rows = load_rows(tangents.k, tangent_strides.k, at, at.hk, row, columns_left, sizes.head_dim, BLOCK_N, D)
+    tv_rows = load_rows(tangents.v, tangent_strides.v, at, at.hk, row, columns_left, sizes.head_dim_v, BLOCK_N, V)
     acc_k = zero_chunks(BLOCK_N, D)
     acc_v = zero_chunks(BLOCK_N, V)
     weights = load_weights(inputs.weight, strides.weight, at, span, j)
@@ -80,29 +76,21 @@ def double_backward_keys_kernel(
         dout_head = rows_of(dout, dout_strides, at, head.h, span.start_q, V.VECTOR)
         tq_head = rows_of(tangents.q, tangent_strides.q, at, head.h, span.start_q, D.VECTOR)
         bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
-        tbias = bias_of(
-            tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F
-        )
+        tbias = bias_of(tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F)
         mask = mask_of(inputs, strides, head, span, F)
         alibi = alibi_of(inputs, strides, head, sizes, F)
         sums = tl.zeros([BLOCK_N], tl.float32)
 
         for part in tl.static_range(0 if F.WINDOW >= 1 else 1, 3 if F.WINDOW == 2 else 2):
-            for start in tl.range(
-                edges[part], edges[3 if part == 1 and F.WINDOW < 2 else part + 1], BLOCK_M
-            ):
+            for start in tl.range(edges[part], edges[3 if part == 1 and F.WINDOW < 2 else part + 1], BLOCK_M):
                 start = tl.multiple_of(start, BLOCK_M)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start
                 inside = i < span.len_q
                 position = statistics + i
-                q_rows = load_from(q_head, strides.q, start, rows_left, sizes.head_dim, BLOCK_M, D, True)  # fmt: skip
-                tq_rows = load_from(
-                    tq_head, tangent_strides.q, start, rows_left, sizes.head_dim, BLOCK_M, D, True
-                )
-                dout_rows = load_from(
-                    dout_head, dout_strides, start, rows_left, sizes.head_dim_v, BLOCK_M, V, True
-                )
+                q_rows = load_from(q_head, strides.q, start, rows_left, sizes.head_dim, BLOCK_M, D, True)
+                tq_rows = load_from(tq_head, tangent_strides.q, start, rows_left, sizes.head_dim, BLOCK_M, D, True)
+                dout_rows = load_from(dout_head, dout_strides, start, rows_left, sizes.head_dim_v, BLOCK_M, V, True)
                 products = score_chunks(q_rows, k_rows, None, PRECISION, TRANSPOSED)
                 s, slope = scores(
                     products, i, j, bias, mask, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
@@ -119,7 +107,7 @@ def double_backward_keys_kernel(
                 tdp = tl.zeros_like(dp)
                 if tv_rows is not None:
                     tdp = score_chunks(dout_rows, tv_rows, None, PRECISION, TRANSPOSED)
-                keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)  # fmt: skip
+                keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)
                 dp = drop(dp, keep, mod)
                 tdp = drop(tdp, keep, mod)
                 bend = softcap_bend(products, slope, mod, F)
@@ -141,9 +129,7 @@ def double_backward_keys_kernel(
                     acc_k = add_moved(f_raw, q_rows, acc_k, PRECISION, not TRANSPOSED, UNBOUNDED)
                     if tq_rows is not None:
                         e_raw = e_raw.to(q_rows[0].dtype)
-                        acc_k = add_product(
-                            e_raw if TRANSPOSED else e_raw.T, tq_rows, acc_k, PRECISION
-                        )
+                        acc_k = add_product(e_raw if TRANSPOSED else e_raw.T, tq_rows, acc_k, PRECISION)
         if column_sums is not None:
             first = flat_row(at.b, head.h, sizes.heads, span.start_k, sizes.size_k, F.VARLEN)
             tl.store(column_sums + first + j, sums, mask=j < span.len_k)

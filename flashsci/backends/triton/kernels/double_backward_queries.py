@@ -44,9 +44,7 @@ def double_backward_queries_kernel(
     BIAS_GRADIENT: tl.constexpr, GBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
     """gq (unless None), and gbias if it is F itself (STORE) or its sums over keys (ROW_SUMS, fp32, one per query row)."""
-    i0, at, span = query_tile(
-        tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1
-    )
+    i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
     i = i0 + tl.arange(0, BLOCK_M)
@@ -62,8 +60,8 @@ def double_backward_queries_kernel(
     alibi = alibi_of(inputs, strides, at, sizes, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
-    tq_rows = load_rows(tangents.q, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)  # fmt: skip
-    dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)  # fmt: skip
+    tq_rows = load_rows(tangents.q, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
+    dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)
     k_head = rows_of(inputs.k, strides.k, at, at.hk, span.start_k, D.VECTOR)
     v_head = rows_of(inputs.v, strides.v, at, at.hk, span.start_k, V.VECTOR)
     tk_head = rows_of(tangents.k, tangent_strides.k, at, at.hk, span.start_k, D.VECTOR)
@@ -82,15 +80,13 @@ def double_backward_queries_kernel(
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
-            k_rows = load_from(k_head, strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)  # fmt: skip
-            tk_rows = load_from(
-                tk_head, tangent_strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1
-            )
-            v_rows = load_from(v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)  # fmt: skip
+            k_rows = load_from(k_head, strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
+            tk_rows = load_from(tk_head, tangent_strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
+            v_rows = load_from(v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, slope = scores(
                 products, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
-            )  # fmt: skip
+            )
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
             p, bare = probabilities(s, reference[:, None], weights, mod.scale, FOLD, False)
@@ -100,9 +96,7 @@ def double_backward_queries_kernel(
             )  # fmt: skip
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             tdp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            tv_rows = load_from(
-                tv_head, tangent_strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1
-            )  # fmt: skip
+            tv_rows = load_from(tv_head, tangent_strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             if tv_rows is not None:
                 tdp = score_chunks(dout_rows, tv_rows, None, PRECISION, False)
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)

@@ -52,20 +52,12 @@ def double_backward_small_kernel(
     at, span = whole_sequence(tl.program_id(0), inputs, sizes, mod, F.VARLEN)
     if F.VARLEN:
         if (at.b < 0) | (at.b >= sizes.sequences):  # rows of no sequence
-            store_zeros(
-                gk, gk_strides, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D
-            )
-            store_zeros(
-                gv, gv_strides, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V
-            )
+            store_zeros(gk, gk_strides, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D)
+            store_zeros(gv, gv_strides, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V)
             for m in tl.range(0, sizes.group):
                 h = at.h + m
-                store_zeros(
-                    gq, gq_strides, at, h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D
-                )
-                store_zeros(
-                    tout, tout_strides, at, h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V
-                )
+                store_zeros(gq, gq_strides, at, h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D)
+                store_zeros(tout, tout_strides, at, h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V)
                 first = flat_row(at.b, h, sizes.heads, span.start_q, sizes.size_q, True)
                 store_zero_values(mean, first, span.len_q, BLOCK)
                 if BIAS_GRADIENT == COLUMN_SUMS:
@@ -80,18 +72,10 @@ def double_backward_small_kernel(
     i = tl.arange(0, BLOCK)
     inside = i < span.len_q
 
-    k_rows = load_rows(
-        inputs.k, strides.k, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D
-    )
-    v_rows = load_rows(
-        inputs.v, strides.v, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V
-    )
-    tk_rows = load_rows(
-        tangents.k, tangent_strides.k, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D
-    )  # fmt: skip
-    tv_rows = load_rows(
-        tangents.v, tangent_strides.v, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V
-    )  # fmt: skip
+    k_rows = load_rows(inputs.k, strides.k, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D)
+    v_rows = load_rows(inputs.v, strides.v, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V)
+    tk_rows = load_rows(tangents.k, tangent_strides.k, at, at.hk, span.start_k, span.len_k, sizes.head_dim, BLOCK, D)
+    tv_rows = load_rows(tangents.v, tangent_strides.v, at, at.hk, span.start_k, span.len_k, sizes.head_dim_v, BLOCK, V)
     acc_k = zero_chunks(BLOCK, D)
     acc_v = zero_chunks(BLOCK, V)
     weights = load_weights(inputs.weight, strides.weight, at, span, i)
@@ -101,29 +85,19 @@ def double_backward_small_kernel(
     for m in tl.range(0, sizes.group):
         head = member(at, m)
         position = flat_row(at.b, head.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN) + i
-        q_rows = load_rows(
-            inputs.q, strides.q, at, head.h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D
-        )
+        q_rows = load_rows(inputs.q, strides.q, at, head.h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D)
         tq_rows = load_rows(
             tangents.q, tangent_strides.q, at, head.h, span.start_q, span.len_q, sizes.head_dim, BLOCK, D
-        )  # fmt: skip
-        dout_rows = load_rows(
-            dout, dout_strides, at, head.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V
         )
-        out_rows = load_rows(
-            out, out_strides, at, head.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V
-        )
+        dout_rows = load_rows(dout, dout_strides, at, head.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V)
+        out_rows = load_rows(out, out_strides, at, head.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V)
         bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
-        tbias = bias_of(
-            tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F
-        )
+        tbias = bias_of(tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F)
         mask = mask_of(inputs, strides, head, span, F)
         alibi = alibi_of(inputs, strides, head, sizes, F)
 
         products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK, BLOCK]
-        s, slope = scores(
-            products, i, i, bias, mask, alibi, span, mod, F, FOLD, True, F.WINDOW, False
-        )
+        s, slope = scores(products, i, i, bias, mask, alibi, span, mod, F, FOLD, True, F.WINDOW, False)
         row_lse = tl.load(lse + position, mask=inside, other=float("-inf"))
         reference = reference_of(row_lse, FOLD)[:, None]
         p, bare = probabilities(s, reference, weights, mod.scale, FOLD, False)

@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit
 def dropout_keep(
     inputs, at, sizes, i0, j0, mod, F: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr
-):  # fmt: skip
+):
     """The probabilities of the tile at (i0, j0) that stay, as bools: [M, N], or [N, M] if TRANSPOSED; None without
     dropout.
 

@@ -39,9 +39,7 @@ from .scores import (
     weighted_scores,
 )
 
-AGAIN_N = tl.constexpr(
-    32
-)  # key tiles of a second computation; tiles of 16 cost the kernel 20 registers (D 64)
+AGAIN_N = tl.constexpr(32)  # key tiles of a second computation; tiles of 16 cost the kernel 20 registers (D 64)
 
 
 @kernel
@@ -50,19 +48,15 @@ def forward_kernel(
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    i0, at, span = query_tile(
-        tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1
-    )
+    i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
     i = i0 + tl.arange(0, BLOCK_M)
     rows_left = span.len_q - i0
-    q_rows = load_rows(
-        inputs.q, strides.q, at, at.h, span.start_q + i0, rows_left, sizes.head_dim, BLOCK_M, D
-    )
+    q_rows = load_rows(inputs.q, strides.q, at, at.h, span.start_q + i0, rows_left, sizes.head_dim, BLOCK_M, D)
     row_max, row_sum, acc = attend(
         q_rows, i0, at, span, inputs, strides, sizes, mod, F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, False
-    )  # fmt: skip
+    )
     lse_rows = lse + flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
     out_tile = rows_of(out, out_strides, at, at.h, span.start_q + i0, V.VECTOR)
     if FOLD:
@@ -70,14 +64,10 @@ def forward_kernel(
         if tl.max((row_sum != row_sum).to(tl.int32), 0) > 0:  # scores are huge (or NaN)
             row_max, row_sum, acc = attend(
                 q_rows, i0, at, span, inputs, strides, sizes, mod, F, D, V, False, PRECISION, BLOCK_M, AGAIN_N, True
-            )  # fmt: skip
-            finish(
-                lse_rows, out_tile, out_strides, i, span, rows_left, sizes, mod, row_max, row_sum, acc, V, BLOCK_M
-            )  # fmt: skip
+            )
+            finish(lse_rows, out_tile, out_strides, i, span, rows_left, sizes, mod, row_max, row_sum, acc, V, BLOCK_M)
             return
-    finish(
-        lse_rows, out_tile, out_strides, i, span, rows_left, sizes, mod, row_max, row_sum, acc, V, BLOCK_M
-    )  # fmt: skip
+    finish(lse_rows, out_tile, out_strides, i, span, rows_left, sizes, mod, row_max, row_sum, acc, V, BLOCK_M)
 
 
 @triton.jit
@@ -103,21 +93,17 @@ def attend(
 
     edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
     for part in tl.static_range(2 if AGAIN else 0 if F.WINDOW == 2 else 1, 3):
-        for start in tl.range(
-            edges[0 if AGAIN else part], edges[part + 1], BLOCK_N, num_stages=1 if AGAIN else None
-        ):
+        for start in tl.range(edges[0 if AGAIN else part], edges[part + 1], BLOCK_N, num_stages=1 if AGAIN else None):
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
             k_tile = row_pointer(k_head, strides.k, start, D.VECTOR)
             v_tile = row_pointer(v_head, strides.v, start, V.VECTOR)
-            k_rows = load_chunks(
-                k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1
-            )
+            k_rows = load_chunks(k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, _slope = scores(
                 s, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
-            )  # fmt: skip
+            )
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             s = weighted_scores(s, weights)
 
@@ -136,9 +122,7 @@ def attend(
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
             p = drop_unscaled(p, keep)
 
-            v_rows = load_chunks(
-                v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1
-            )
+            v_rows = load_chunks(v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             acc = add_product(p, v_rows, scale_chunks(acc, decay[:, None]), PRECISION)
     return row_max, row_sum, acc
 

@@ -85,16 +85,12 @@ def fp8_kernel(
     inputs, q_scale, k_scale, v_scale, out, lse, strides, sizes, schedule, mod,
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    i0, at, span = query_tile(
-        tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1
-    )
+    i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
     i = i0 + tl.arange(0, BLOCK_M)
     rows_left = span.len_q - i0
-    q_rows = load_rows(
-        inputs.q, strides.q, at, at.h, span.start_q + i0, rows_left, sizes.head_dim, BLOCK_M, D
-    )
+    q_rows = load_rows(inputs.q, strides.q, at, at.h, span.start_q + i0, rows_left, sizes.head_dim, BLOCK_M, D)
     factor = tl.full([BLOCK_M], 0.0, tl.float32) + mod.scale
     if q_scale is not None:
         first = first_scale(q_scale, sizes.q_scale, at, at.h, span.start_q, sizes, F.VARLEN)
@@ -102,7 +98,7 @@ def fp8_kernel(
         factor = factor * tl.load(first + at_rows, mask=i < span.len_q, other=0.0)
     row_max, row_sum, acc = attend(
         q_rows, factor, i0, at, span, inputs, k_scale, v_scale, strides, sizes, mod, F, D, V, BLOCK_M, BLOCK_N
-    )  # fmt: skip
+    )
 
     # A row without keys has max -inf and sum 0: lse -inf, out 0.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -139,9 +135,7 @@ def attend(
             keys_left = span.len_k - start
             k_tile = row_pointer(k_head, strides.k, start, D.VECTOR)
             v_tile = row_pointer(v_head, strides.v, start, V.VECTOR)
-            k_rows = load_chunks(
-                k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1
-            )
+            k_rows = load_chunks(k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             of_tile = (factor * scale_of(k_first, sizes.k_scale, start))[:, None]
             s, _slope = scores(
                 score_products(q_rows, k_rows), i, j, None, None, None, span,
@@ -156,12 +150,8 @@ def attend(
             decay = tl.exp2((row_max - reference) * LOG2E)
             row_sum = row_sum * decay + tl.sum(p, 1)
             row_max = new_max
-            v_rows = load_chunks(
-                v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1
-            )
-            acc = add_tile(
-                p, v_rows, scale_of(v_first, sizes.v_scale, start), scale_chunks(acc, decay[:, None])
-            )  # fmt: skip
+            v_rows = load_chunks(v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
+            acc = add_tile(p, v_rows, scale_of(v_first, sizes.v_scale, start), scale_chunks(acc, decay[:, None]))
     return row_max, row_sum, acc
 
 
@@ -193,9 +183,7 @@ def first_scale(scale, strides, at, h, start, sizes, VARLEN: tl.constexpr):
         first = scale + h.to(tl.int64) * strides.head
         if VARLEN:
             n = tl.minimum(tl.maximum(at.b, 0), sizes.sequences - 1).to(tl.int64)
-            return (
-                first + n * strides.b0 + (start // strides.rows + n) * strides.slots * strides.block
-            )
+            return first + n * strides.b0 + (start // strides.rows + n) * strides.slots * strides.block
         else:
             return first + at.b0.to(tl.int64) * strides.b0 + at.b1.to(tl.int64) * strides.b1
 

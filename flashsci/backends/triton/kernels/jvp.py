@@ -39,12 +39,8 @@ def jvp_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
     """tout, mean = tangents of out, lse; with dout also delta and zeta."""
-    MOVES: tl.constexpr = (
-        tangents.q is not None or tangents.k is not None or tangents.bias is not None
-    )  # T is not 0
-    i0, at, span = query_tile(
-        tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1
-    )
+    MOVES: tl.constexpr = tangents.q is not None or tangents.k is not None or tangents.bias is not None  # T is not 0
+    i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
     i = i0 + tl.arange(0, BLOCK_M)
@@ -58,7 +54,7 @@ def jvp_kernel(
     alibi = alibi_of(inputs, strides, at, sizes, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
-    tq_rows = load_rows(tangents.q, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)  # fmt: skip
+    tq_rows = load_rows(tangents.q, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
     k_head = rows_of(inputs.k, strides.k, at, at.hk, span.start_k, D.VECTOR)
     v_head = rows_of(inputs.v, strides.v, at, at.hk, span.start_k, V.VECTOR)
     tk_head = rows_of(tangents.k, tangent_strides.k, at, at.hk, span.start_k, D.VECTOR)
@@ -79,17 +75,15 @@ def jvp_kernel(
                 start = tl.multiple_of(start, BLOCK_N)
                 j = start + tl.arange(0, BLOCK_N)
                 keys_left = span.len_k - start
-                k_rows = load_from(k_head, strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)  # fmt: skip
-                products = score_chunks(
-                    q_rows, k_rows, None, PRECISION, False
-                )  # [BLOCK_M, BLOCK_N]
+                k_rows = load_from(k_head, strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
+                products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
                 s, slope = scores(
                     products, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
                 )  # fmt: skip
                 weights = load_weights(inputs.weight, strides.weight, at, span, j)
                 tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
                 p, bare = probabilities(s, reference[:, None], weights, mod.scale, FOLD, False)
-                keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)  # fmt: skip
+                keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
                 kept = drop(p, keep, mod)
                 if MOVES or tweights is not None:
                     mass = tl.sum(p, 1)
@@ -97,7 +91,7 @@ def jvp_kernel(
                     if MOVES:
                         tk_rows = load_from(
                             tk_head, tangent_strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1
-                        )  # fmt: skip
+                        )
                         t, _raw = tangent_scores(
                             products, q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, span, mod, F,
                             TBIAS, TBIAS_VECTOR, PRECISION, False,
@@ -118,16 +112,12 @@ def jvp_kernel(
                         extra = drop(extra, keep, mod)
                         change += extra
                     if sweep == SWEEPS - 1:
-                        v_rows = load_from(
-                            v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1
-                        )  # fmt: skip
-                        acc = add_moved(
-                            change, v_rows, acc, PRECISION, False, tangents.weight is not None
-                        )
+                        v_rows = load_from(v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
+                        acc = add_moved(change, v_rows, acc, PRECISION, False, tangents.weight is not None)
                 if tangents.v is not None and sweep == SWEEPS - 1:
                     tv_rows = load_from(
                         tv_head, tangent_strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1
-                    )  # fmt: skip
+                    )
                     acc = add_product(kept, tv_rows, acc, PRECISION)
         if sweep < SWEEPS - 1:
             centre = excess / at_least_one_key(total)
@@ -143,7 +133,7 @@ def jvp_kernel(
     tout_tile = rows_of(tout, tout_strides, at, at.h, row, V.VECTOR)
     store_chunks(tout_tile, tout_strides, rows_left, sizes.head_dim_v, tout_rows, BLOCK_M, V)
     tl.store(mean + position, centre + excess, mask=inside)
-    dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)  # fmt: skip
+    dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)
     if dout_rows is not None:
         row_delta = row_dot(dout_rows, out_rows)
         if dlse is not None:

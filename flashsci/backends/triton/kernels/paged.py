@@ -93,9 +93,7 @@ def paged_kernel(
         at = n * sizes.k_scale_strides[0] + hk * sizes.k_scale_strides[1]
         scale = scale * tl.load(k_scale + at)
     table = block_table + n * sizes.columns
-    q_rows = load_rows(
-        q, row_offsets(rows, strides.q[0], strides.q[1], Q.VECTOR), rows.inside, sizes.head_dim, Q
-    )
+    q_rows = load_rows(q, row_offsets(rows, strides.q[0], strides.q[1], Q.VECTOR), rows.inside, sizes.head_dim, Q)
     edges = visible_keys(row0, span, split, sizes, mod, F.WINDOW, BLOCK_M, BLOCK_N)
     row_max, row_sum, acc = attend(
         q_rows, k_cache, v_cache, table, rows, span, edges, hk, strides, sizes,
@@ -118,9 +116,7 @@ def paged_kernel(
     if not SPLIT or edges[0] < edges[3]:  # nothing reads the part of a split without keys
         out_tile = out + aligned(split.to(tl.int64) * strides.out[0], R.VECTOR)
         at = row_offsets(rows, strides.out[1], strides.out[2], R.VECTOR)
-        store_rows(
-            out_tile, at, rows.inside, sizes.head_dim_v, scale_chunks(acc, factor[:, None]), R
-        )
+        store_rows(out_tile, at, rows.inside, sizes.head_dim_v, scale_chunks(acc, factor[:, None]), R)
 
 
 @triton.jit
@@ -144,7 +140,7 @@ def attend(
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, _slope = scores(
                 s, rows.query, j, None, None, None, span, mod, F, False, part != 1, 0 if part == 1 else F.WINDOW, False
-            )  # fmt: skip
+            )
 
             new_max = tl.maximum(row_max, tl.max(s, 1))
             # A row that has seen no key yet has max -inf: subtract 0 instead, e^(-inf - 0) = 0.
@@ -175,7 +171,7 @@ def paged_combine_kernel(
     token, head = row // heads, row % heads
     split = tl.arange(0, SPLITS)
     at = split[:, None] * total + row[None, :]
-    sums = tl.load(part_lse + at, mask=(split < sizes.splits)[:, None] & inside[None, :], other=float("-inf"))  # fmt: skip
+    sums = tl.load(part_lse + at, mask=(split < sizes.splits)[:, None] & inside[None, :], other=float("-inf"))
     top = tl.max(sums, 0)
     if sink is not None:
         first = sequence_edge(cu_seqlens_q, 0, sizes.size_q)
@@ -200,9 +196,7 @@ def paged_combine_kernel(
         weight = tl.load(part_lse + s * total + row, mask=inside, other=float("-inf"))
         # The part of a split without keys was never written.
         read = (weight > float("-inf"))[:, None] & (columns < sizes.head_dim_v)
-        part = tl.load(
-            part_out + (s * total + row)[:, None] * sizes.head_dim_v + columns, mask=read, other=0.0
-        )
+        part = tl.load(part_out + (s * total + row)[:, None] * sizes.head_dim_v + columns, mask=read, other=0.0)
         acc += part * (tl.exp2((weight - reference) * LOG2E) / whole)[:, None]
     at = aligned(token * strides.out[1] + head * strides.out[2], R.VECTOR)[:, None] + columns
     stored = inside[:, None] & (columns < aligned(sizes.head_dim_v, R.VECTOR))
@@ -256,9 +250,7 @@ def tile_rows(row0, span, hk, sizes, BLOCK_M: tl.constexpr):
 @triton.jit
 def row_offsets(rows, row_stride, head_stride, VECTOR: tl.constexpr):
     """The offsets of the rows in a tensor of these strides."""
-    return aligned(
-        rows.token.to(tl.int64) * row_stride + rows.head.to(tl.int64) * head_stride, VECTOR
-    )
+    return aligned(rows.token.to(tl.int64) * row_stride + rows.head.to(tl.int64) * head_stride, VECTOR)
 
 
 @triton.jit
@@ -268,9 +260,7 @@ def key_offsets(page, row, hk, strides, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(
-    row0, span, split, sizes, mod, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def visible_keys(row0, span, split, sizes, mod, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Edges of the parts of this split (see coord.key_range), and the first and the end of the keys that rows of the
     tile see."""
     first = row0 // sizes.group

@@ -47,9 +47,7 @@ def residual_backward_kernel(
     inside = (j < span.len_k)[None, :]
     columns_left = span.len_k - j0
     k_rows = load_rows(inputs.k, strides.k, at, at.hk, j0, columns_left, sizes.head_dim, BLOCK_N, D)
-    v_rows = load_rows(
-        inputs.v, strides.v, at, at.hk, j0, columns_left, sizes.head_dim_v, BLOCK_N, V
-    )
+    v_rows = load_rows(inputs.v, strides.v, at, at.hk, j0, columns_left, sizes.head_dim_v, BLOCK_N, V)
     acc_k = zero_chunks(BLOCK_N, D)
     acc_v = zero_chunks(BLOCK_N, V)
 
@@ -65,18 +63,12 @@ def residual_backward_kernel(
             start = tl.multiple_of(start, BLOCK_M)
             i = start + tl.arange(0, BLOCK_M)
             rows_left = span.len_q - start
-            q_rows = load_rows(
-                inputs.q, strides.q, at, head.h, start, rows_left, sizes.head_dim, BLOCK_M, D
-            )
-            dout_rows = load_rows(
-                dout, dout_strides, at, head.h, start, rows_left, sizes.head_dim_v, BLOCK_M, V
-            )
+            q_rows = load_rows(inputs.q, strides.q, at, head.h, start, rows_left, sizes.head_dim, BLOCK_M, D)
+            dout_rows = load_rows(dout, dout_strides, at, head.h, start, rows_left, sizes.head_dim_v, BLOCK_M, V)
             rows_inside = i < span.len_q
             # Rows without keys and beyond the queries have reference +inf: their probabilities are 0.
             if delta is None:
-                out_rows = load_rows(
-                    out, out_strides, at, head.h, start, rows_left, sizes.head_dim_v, BLOCK_M, V
-                )
+                out_rows = load_rows(out, out_strides, at, head.h, start, rows_left, sizes.head_dim_v, BLOCK_M, V)
                 row_delta = row_dot(dout_rows, out_rows)
                 row_lse = tl.load(lse + statistics + i, mask=rows_inside, other=float("-inf"))
                 reference = reference_of(row_lse, False)
@@ -131,9 +123,7 @@ def residual_queries_kernel(
         j = start + tl.arange(0, BLOCK_N)
         change = load_pieces(plane, i, j, span.len_k, VECTOR)
         k_tile = row_pointer(k_head, strides.k, start, D.VECTOR)
-        k_rows = load_chunks(
-            k_tile, strides.k, span.len_k - start, sizes.head_dim, BLOCK_N, D, True
-        )
+        k_rows = load_chunks(k_tile, strides.k, span.len_k - start, sizes.head_dim, BLOCK_N, D, True)
         acc = add_product(change, k_rows, acc, PRECISION)
     tile = rows_of(dq, dq_strides, at, at.h, i0, D.VECTOR)
     acc = scale_chunks(acc, mod.scale)

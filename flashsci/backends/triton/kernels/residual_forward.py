@@ -58,9 +58,7 @@ def residual_forward_kernel(
             keys_left = span.len_k - start
             k_tile = row_pointer(k_head, strides.k, start, D.VECTOR)
             v_tile = row_pointer(v_head, strides.v, start, V.VECTOR)
-            k_rows = load_chunks(
-                k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1
-            )
+            k_rows = load_chunks(k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             added = bias_tile(bias, i, j, span.len_k, F.BIAS, BIAS_VECTOR)
             s, _slope = scores(s, i, j, added, None, None, span, mod, F, False, part != 1, 0, False)
@@ -75,9 +73,7 @@ def residual_forward_kernel(
             row_max = new_max
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
             p = drop_unscaled(p, keep)
-            v_rows = load_chunks(
-                v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1
-            )
+            v_rows = load_chunks(v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             acc = add_product(p, v_rows, scale_chunks(acc, decay[:, None]), PRECISION)
 
     # A row without keys has max -inf and sum 0: lse -inf, out 0.

@@ -25,9 +25,7 @@ def plane_of(pointer, at, span, sizes, VECTOR: tl.constexpr):
 @triton.jit
 def piece_pointers(plane, i, j, len_k, VECTOR: tl.constexpr):
     """Pointers to rows i and columns j (vectors), and which are in a piece that has numbers of a row."""
-    pointers = (
-        plane.pointer + i.to(tl.int64)[:, None] * aligned(plane.row_stride, VECTOR) + j[None, :]
-    )
+    pointers = plane.pointer + i.to(tl.int64)[:, None] * aligned(plane.row_stride, VECTOR) + j[None, :]
     inside = (i < plane.rows)[:, None] & (j < tl.cdiv(len_k, VECTOR) * VECTOR)[None, :]
     return pointers, inside
 

@@ -59,9 +59,7 @@ def bias_of(pointer, strides, at, span, inputs, sizes, VECTOR: tl.constexpr, F: 
     if pointer is not None:
         if F.RAGGED:
             start = tl.load(inputs.bias_offsets + tl.maximum(at.b, 0))
-            last = (
-                sizes.bias_total - span.len_q.to(tl.int64) * span.len_k
-            )  # no sum, which may overflow
+            last = sizes.bias_total - span.len_q.to(tl.int64) * span.len_k  # no sum, which may overflow
             fits = (start >= 0) & (start <= last)
             start = tl.where(fits, start, 0)
             base = pointer + at.h.to(tl.int64) * strides[2] + start * strides[4]
@@ -110,9 +108,7 @@ def plane_pointers(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr)
 
 
 @triton.jit
-def load_plane(
-    plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr
-):
+def load_plane(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Bias or mask at rows i and columns j (vectors), zero outside: [M, N] or, TRANSPOSED, [N, M]."""
     i = i[None, :] if TRANSPOSED else i[:, None]
     j = j[:, None] if TRANSPOSED else j[None, :]
@@ -150,8 +146,7 @@ def tanh(x):
     large = (1.0 - e) * inverse
     z = x * x
     series = (
-        (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1)
-        * z
+        (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
         - 3.33332819422e-1
     ) * z * x + x
     t = tl.where(tl.abs(x) < 0.625, series, tl.where(x < 0.0, -large, large))
@@ -175,9 +170,7 @@ def scores(
     if F.SOFTCAP:
         s, slope = tanh(products * (mod.scale / mod.softcap))
         factor = mod.softcap
-    if (
-        bias is not None
-    ):  # one multiply-add, in every kernel the same: P is recomputed from equal scores
+    if bias is not None:  # one multiply-add, in every kernel the same: P is recomputed from equal scores
         if isinstance(bias, tl.tensor):
             value = bias
         else:
@@ -294,9 +287,7 @@ def probabilities(s, reference, weights, scale, FOLD: tl.constexpr, TRANSPOSED: 
     else:
         # w N is at most 1. For a weight of zero N is at most LARGEST, and at most 1 in a row whose reference is HUGE.
         most = tl.where(weights > 0.0, tl.minimum(1.0 / weights, LARGEST), -1.0)
-        most, weights = (
-            (most[:, None], weights[:, None]) if TRANSPOSED else (most[None, :], weights[None, :])
-        )
+        most, weights = (most[:, None], weights[:, None]) if TRANSPOSED else (most[None, :], weights[None, :])
         most = tl.where(most < 0.0, tl.where(tl.abs(reference) < HUGE, LARGEST, 1.0), most)
         bare = at_most(exponential(s, reference, scale, FOLD), most)
         return bare * weights, bare

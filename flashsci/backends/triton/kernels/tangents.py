@@ -66,9 +66,7 @@ def softcap_bend(products, slope, mod, F: tl.constexpr):
 
 
 @triton.jit
-def second_order(
-    p, bare, t, raw_t, tweights, u, y, mean, slope, bend, F: tl.constexpr, TRANSPOSED: tl.constexpr
-):
+def second_order(p, bare, t, raw_t, tweights, u, y, mean, slope, bend, F: tl.constexpr, TRANSPOSED: tl.constexpr):
     """W, F, E and F with respect to scores before the softcap, and the terms of gw. bare: N; mean: m of the rows, [M];
     tweights: tw [N] or None."""
     t -= along_rows(mean, TRANSPOSED)

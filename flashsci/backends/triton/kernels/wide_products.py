@@ -38,7 +38,7 @@ def product_kernel(
     else:
         acc = both_terms(
             acc, a, b, a2, b2, strides, at, at.h, m0, n0, product, A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
+        )
     tile = rows_of(out, strides.out, at, at.h, m0, OUT_VECTOR) + n0
     store_tile(
         tile, strides.out[3], product.rows - m0, product.columns - n0, acc * product.factor, BLOCK_M, BLOCK_N, OUT_VECTOR
@@ -52,13 +52,11 @@ def both_terms(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """acc + a b + a2 b2 for head h of a."""
-    acc = add_term(
-        acc, a, strides.a, b, strides.b, at, h, m0, n0, product, A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-    )  # fmt: skip
+    acc = add_term(acc, a, strides.a, b, strides.b, at, h, m0, n0, product, A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     if a2 is not None:
         acc = add_term(
             acc, a2, strides.a2, b2, strides.b2, at, h, m0, n0, product, A, B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
+        )
     return acc
 
 
@@ -72,9 +70,7 @@ def add_term(
         k = tl.multiple_of(k, BLOCK_K)
         depth = product.depth - k
         x = load_operand(a, a_strides, at, h, m0, k, product.rows - m0, depth, BLOCK_M, BLOCK_K, A)
-        y = load_operand(
-            b, b_strides, at, h // product.shared, k, n0, depth, product.columns - n0, BLOCK_K, BLOCK_N, B
-        )  # fmt: skip
+        y = load_operand(b, b_strides, at, h // product.shared, k, n0, depth, product.columns - n0, BLOCK_K, BLOCK_N, B)
         acc += dot(x, y, None, PRECISION)
     return acc
 

@@ -18,18 +18,14 @@ from flashsci.backends.triton.launcher import Launch, device_of
 COPIED_BYTES, COPIED_SIDE = 4096, 64
 
 
-def copy_dims(
-    shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]
-) -> list[tuple[int, int, int]]:
+def copy_dims(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, int, int]]:
     """(size, stride of the source, stride of the target) of each dim of a copy, as the kernel takes them.
 
     First three outer dims, then the dim with neighbours in the source, then the dim with neighbours in the target.
     Dims that follow each other in both tensors are merged: rows and keys, for example.
     """
     dims: list[tuple[int, int, int]] = []
-    for size, read, written in sorted(
-        zip(shape, source, target, strict=True), key=lambda dim: -dim[2]
-    ):
+    for size, read, written in sorted(zip(shape, source, target, strict=True), key=lambda dim: -dim[2]):
         if size == 1:
             continue
         if dims and dims[-1][1:] == (size * read, size * written):
@@ -86,7 +82,5 @@ def _copy(
 def copied(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """``target``, of source's shape and up to 5 dims, filled with the values of source."""
     if source.numel():
-        _copy(source.device, source.dtype, tuple(source.shape), source.stride(), target.stride())(
-            source, target
-        )
+        _copy(source.device, source.dtype, tuple(source.shape), source.stride(), target.stride())(source, target)
     return target

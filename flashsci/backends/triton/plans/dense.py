@@ -177,9 +177,7 @@ class Plan:
         by_keys = kernel in tilings.BY_KEYS
         size, block = (self.size_k, block_n) if by_keys else (self.size_q, block_m)
         tiles = size // block + self.sequences + 2 if self.varlen else -(-size // block)
-        arguments = dict(
-            self.arguments, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages
-        )
+        arguments = dict(self.arguments, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
         if registers:
             arguments["maxnreg"] = registers[0]
         return tiles, arguments
@@ -229,18 +227,15 @@ class Plan:
         each = -(-members // splits)
         splits = -(-members // each)
         arguments.update(
-            own=own, shared=shared,
+            own=own,
+            shared=shared,
             sharing=Sharing(members, each, blocks, tiles, tiles_k, math.prod(shape)),
-        )  # fmt: skip
+        )
         return splits * programs, arguments, splits
 
     def gradient_strides(self, dbias, use: int) -> tuple[int, ...]:
         """Strides of a bias gradient that a kernel stores directly."""
-        return (
-            plane_strides(dbias.shape, dbias.stride(), self.ragged)
-            if use == STORE.value
-            else NO_STRIDES
-        )
+        return plane_strides(dbias.shape, dbias.stride(), self.ragged) if use == STORE.value else NO_STRIDES
 
     def parts_strides(self) -> tuple[int, ...]:
         """Strides of one partial sum of a shared bias gradient."""
@@ -273,9 +268,12 @@ class Plan:
             block = 32 if self.head_dim_v > 128 or self.size_q <= 32 else 64
             tiles = -(-self.size_q // block)
             arguments = {name: self.arguments[name] for name in ("sizes", "V", "FOLD")} | {
-                "dout_strides": self.strides[3], "out_strides": self.strides[4], "tiles": tiles, "BLOCK_M": block,
+                "dout_strides": self.strides[3],
+                "out_strides": self.strides[4],
+                "tiles": tiles,
+                "BLOCK_M": block,
                 "num_warps": 4 if block * self.head_dim_v >= 2048 else 1,
-            }  # fmt: skip
+            }
             programs = tiles * self.batch * self.heads
             self.launches["delta"] = Launch(delta_kernel, programs, arguments)
         return self.launches["delta"]
@@ -286,10 +284,12 @@ class Plan:
         if key not in self.launches:
             programs, arguments = self.scheduled("dq")
             arguments.update(
-                dout_strides=self.strides[3], dq_strides=strides_of(dq),
+                dout_strides=self.strides[3],
+                dq_strides=strides_of(dq),
                 dbias_strides=self.gradient_strides(dbias, use),
-                BIAS_GRADIENT=use, DBIAS_VECTOR=self.gradient_vector(dbias),
-            )  # fmt: skip
+                BIAS_GRADIENT=use,
+                DBIAS_VECTOR=self.gradient_vector(dbias),
+            )
             self.launches[key] = Launch(dq_kernel, programs, arguments)
         return self.launches[key]
 
@@ -297,9 +297,7 @@ class Plan:
         key = "dkdv", dk is None, dv is None, column_sums
         if key not in self.launches:
             programs, arguments = self.scheduled("dkdv")
-            arguments.update(
-                dout_strides=self.strides[3], dk_strides=strides_of(dk), dv_strides=strides_of(dv)
-            )
+            arguments.update(dout_strides=self.strides[3], dk_strides=strides_of(dk), dv_strides=strides_of(dv))
             self.launches[key] = Launch(dkdv_kernel, programs, arguments)
         return self.launches[key]
 
@@ -308,11 +306,15 @@ class Plan:
         if key not in self.launches:
             programs, arguments = self.whole(self.small)
             arguments.update(
-                dout_strides=self.strides[3], out_strides=self.strides[4],
-                dq_strides=strides_of(dq), dk_strides=strides_of(dk), dv_strides=strides_of(dv),
+                dout_strides=self.strides[3],
+                out_strides=self.strides[4],
+                dq_strides=strides_of(dq),
+                dk_strides=strides_of(dk),
+                dv_strides=strides_of(dv),
                 dbias_strides=self.gradient_strides(dbias, use),
-                BIAS_GRADIENT=use, DBIAS_VECTOR=self.gradient_vector(dbias),
-            )  # fmt: skip
+                BIAS_GRADIENT=use,
+                DBIAS_VECTOR=self.gradient_vector(dbias),
+            )
             self.launches[key] = Launch(small_backward_kernel, programs, arguments)
         return self.launches[key]
 
@@ -329,10 +331,14 @@ class Plan:
             _, arguments = self.whole(self.small)
             programs, arguments, splits = self.split(arguments, 1, 1)
             arguments.update(
-                dout_strides=self.strides[3], out_strides=self.strides[4],
-                dq_strides=strides_of(dq), dk_strides=strides_of(dk), dv_strides=strides_of(dv),
-                dbias_strides=self.parts_strides(), DBIAS_VECTOR=self.gradient_vector(bias),
-            )  # fmt: skip
+                dout_strides=self.strides[3],
+                out_strides=self.strides[4],
+                dq_strides=strides_of(dq),
+                dk_strides=strides_of(dk),
+                dv_strides=strides_of(dv),
+                dbias_strides=self.parts_strides(),
+                DBIAS_VECTOR=self.gradient_vector(bias),
+            )
             made = Launch(small_shared_backward_kernel, programs, arguments)
             self.launches["small_shared"] = made, splits
         return self.launches["small_shared"]
@@ -342,9 +348,10 @@ class Plan:
         if "bias_gradient" not in self.launches:
             programs, arguments, splits = self.shared("bias_gradient")
             arguments.update(
-                dout_strides=self.strides[3], dbias_strides=self.parts_strides(),
+                dout_strides=self.strides[3],
+                dbias_strides=self.parts_strides(),
                 DBIAS_VECTOR=self.gradient_vector(bias),
-            )  # fmt: skip
+            )
             made = Launch(bias_gradient_kernel, programs, arguments)
             self.launches["bias_gradient"] = made, splits
         return self.launches["bias_gradient"]
@@ -417,10 +424,7 @@ class Backward:
     def __init__(self, p: Plan, tensors: Tensors, need: int):
         q, k, v, bias, weight = tensors[:5]
         self.plan, self.need = p, need
-        self.rows = [
-            rows_like(x) if need & bit else None
-            for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
-        ]
+        self.rows = [rows_like(x) if need & bit else None for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))]
         self.need_dbias = bias is not None and bool(need & NEED_BIAS)
         self.need_dweight = weight is not None and bool(need & NEED_KEY_WEIGHT)
         self.dtype, self.device = q.dtype, q.device
@@ -429,8 +433,7 @@ class Backward:
         p = self.plan
         q, _, _, bias, weight = tensors[:5]
         dq, dk, dv = [
-            None if x is None else torch.empty_strided(*x, dtype=self.dtype, device=self.device)
-            for x in self.rows
+            None if x is None else torch.empty_strided(*x, dtype=self.dtype, device=self.device) for x in self.rows
         ]
         if p.empty:
             for x in (dq, dk, dv):
@@ -452,22 +455,18 @@ class Backward:
             run, splits = p.small_shared_backward(dq, dk, dv, bias)
             dbias = bias_parts(p, bias, splits)
             run(inputs, dout, out, lse, dlse, dq, dk, dv, dbias, weight_sums)
-            return dq, dk, dv, bias_result(bias, use, dbias, None, True), self.weight_gradient(weight_sums, weight)  # fmt: skip
+            return dq, dk, dv, bias_result(bias, use, dbias, None, True), self.weight_gradient(weight_sums, weight)
         if small and not shared:
             kind = COLUMN_SUMS.value if sums is not None else use
             into = dbias if sums is None else sums
-            p.small_backward(dq, dk, dv, kind, dbias)(
-                inputs, dout, out, lse, dlse, dq, dk, dv, into, weight_sums
-            )
+            p.small_backward(dq, dk, dv, kind, dbias)(inputs, dout, out, lse, dlse, dq, dk, dv, into, weight_sums)
         else:
             reference, delta = torch.empty_like(lse), torch.empty_like(lse)
             p.delta()(dout, out, lse, dlse, reference, delta)
             if dq is not None or use:
                 p.dq(dq, use, dbias)(inputs, dout, reference, delta, dq, dbias)
             if not (dk is dv is sums is weight_sums is None):
-                p.dkdv(dk, dv, sums is not None)(
-                    inputs, dout, reference, delta, dk, dv, sums, weight_sums
-                )
+                p.dkdv(dk, dv, sums is not None)(inputs, dout, reference, delta, dk, dv, sums, weight_sums)
         if shared:
             run, splits = p.bias_gradient(bias)
             dbias = bias_parts(p, bias, splits)
@@ -501,7 +500,7 @@ def prepared_backward(dout, saved: Saved, need: int) -> Backward:
     tensors, out, _, scalars = saved
     max_seqlen_q, max_seqlen_k, *options, _ = scalars
     longest = longest_class(max_seqlen_q, max_seqlen_k)
-    p = plan_of((*tensors[:3], rows_of(dout, out), rows_of(out, out)), tuple(tensors), longest, options)  # fmt: skip
+    p = plan_of((*tensors[:3], rows_of(dout, out), rows_of(out, out)), tuple(tensors), longest, options)
     if need not in p.backwards:
         p.backwards[need] = Backward(p, tensors, need)
     return p.backwards[need]
@@ -518,6 +517,4 @@ def backward(dout, dlse, saved: Saved, need: int):
     q, _, _, bias, weight = tensors[:5]
     likes = (q, q, q, q if bias is None else bias, q if weight is None else weight)
     found = prepared_backward(dout, saved, need)(dout, dlse, tensors, out, lse)
-    return tuple(
-        like.new_empty(0) if x is None else x for x, like in zip(found, likes, strict=True)
-    )
+    return tuple(like.new_empty(0) if x is None else x for x, like in zip(found, likes, strict=True))

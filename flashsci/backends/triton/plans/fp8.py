@@ -71,9 +71,7 @@ def scale_strides(scale: Tensor | None, x: Tensor, sequences: int) -> ScaleStrid
     strides = scale.stride()
     if sequences >= 0:
         blocks = rows != WHOLE
-        return ScaleStrides(
-            0 if blocks else strides[0], 0, strides[1], strides[0] if blocks else 0, rows, int(blocks)
-        )  # fmt: skip
+        return ScaleStrides(0 if blocks else strides[0], 0, strides[1], strides[0] if blocks else 0, rows, int(blocks))
     *outer, block = strides if rows != WHOLE else (*strides, 0)
     return ScaleStrides(*(0,) * (3 - len(outer)), *outer, block, rows, 0)
 
@@ -81,9 +79,7 @@ def scale_strides(scale: Tensor | None, x: Tensor, sequences: int) -> ScaleStrid
 class Plan:
     """The values that the launch of one kind of call needs."""
 
-    def __init__(
-        self, device, out_dtype, q_shape, k_shape, dim_v, strides, scales, sequences, scalars
-    ):
+    def __init__(self, device, out_dtype, q_shape, k_shape, dim_v, strides, scales, sequences, scalars):
         packed = sequences >= 0
         self.device = device
         *lead, heads, size_q, dim = q_shape if len(q_shape) > 2 else (1, *q_shape)
@@ -96,9 +92,7 @@ class Plan:
         block_m, block_n, warps, stages = tiles(device, (dim, dim_v), length_q, most_keys)
         q, k, v, out = (four(s) for s in strides)
         (d,) = chunks_of(dim, min(vector_of(dim, q, 1), vector_of(dim, k, 1)))
-        v_chunks, out_chunks = chunks_of(
-            dim_v, vector_of(dim_v, v, 1), vector_of(dim_v, out, out_dtype.itemsize)
-        )
+        v_chunks, out_chunks = chunks_of(dim_v, vector_of(dim_v, v, 1), vector_of(dim_v, out, out_dtype.itemsize))
         left, right = scalars.window_left, scalars.window_right
         window = 0 if left < 0 and right < 0 else 1 if left < 0 else 2
         count = size_q // block_m + sequences + 2 if packed else -(-size_q // block_m)
@@ -135,11 +129,16 @@ class Call:
         q, k, v, *scales, _, _ = tensors
         out, _ = fp8_ops.empty_results(tensors, scalars)
         self.plan = Plan(
-            device_of(q.device), out.dtype, tuple(q.shape), tuple(k.shape), v.shape[-1],
+            device_of(q.device),
+            out.dtype,
+            tuple(q.shape),
+            tuple(k.shape),
+            v.shape[-1],
             (q.stride(), k.stride(), v.stride(), out.stride()),
             tuple(scale_strides(s, x, tensors.sequences) for s, x in zip(scales, tensors[:3], strict=True)),
-            tensors.sequences, scalars,
-        )  # fmt: skip
+            tensors.sequences,
+            scalars,
+        )
 
 
 def attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:

@@ -60,17 +60,13 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(
-    device: Device, dtype: torch.dtype, precision: str, dims: tuple[int, int], rows: int, keys: int
-) -> Tiles:
+def tiles(device: Device, dtype: torch.dtype, precision: str, dims: tuple[int, int], rows: int, keys: int) -> Tiles:
     """The tiles of a call, by the typical number of rows of its sequences and the most keys.
 
     Rows are (query, head) pairs that share a key head.
     """
     if rows > FEW:
-        found = tilings.config(
-            "forward", device.capability, dtype, precision, *dims, False, rows, keys
-        )
+        found = tilings.config("forward", device.capability, dtype, precision, *dims, False, rows, keys)
         return Tiles(False, *found[:4])
     if device.capability is None:
         name = "interpreter"
@@ -144,11 +140,11 @@ class Plan:
         deep = precision != "tf32x3"
         q_chunks, k_chunks = chunks_of(
             dim, dim_v, deep, vector_of(dim, q_strides, dtype.itemsize), vector_of(dim, k_strides, cache_dtype.itemsize)
-        )  # fmt: skip
+        )
         of_out = vector_of(dim_v, out_strides, dtype.itemsize)
         v_chunks, out_chunks, part_chunks = chunks_of(
             dim_v, dim, deep, vector_of(dim_v, v_strides, cache_dtype.itemsize), of_out, vector_of(dim_v, (), 4)
-        )  # fmt: skip
+        )
         window = 1 if scalars.window_left < 0 else 2
         window = 0 if scalars.window_left < 0 and scalars.window_right < 0 else window
         sizes = PagedSizes(

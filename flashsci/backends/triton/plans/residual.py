@@ -117,14 +117,22 @@ class Launches:
         p = self.plan
         by_keys = name == "backward"
         m, n, warps, stages, *registers = tiles(
-            name, p.device.capability, p.dtype == torch.float32, p.arguments["PRECISION"], self.width,
+            name,
+            p.device.capability,
+            p.dtype == torch.float32,
+            p.arguments["PRECISION"],
+            self.width,
             p.size_k if by_keys else p.size_q,
-        )  # fmt: skip
+        )
         count = -(-p.size_k // n) if by_keys else -(-p.size_q // m)
         heads = p.batch * (p.heads_k if by_keys else p.heads)
         arguments = p.arguments | {
-            "schedule": Schedule(count, 1, heads), "VECTOR": self.vector, "BIAS_VECTOR": pieces, "BLOCK_M": m, "BLOCK_N": n,
-        }  # fmt: skip
+            "schedule": Schedule(count, 1, heads),
+            "VECTOR": self.vector,
+            "BIAS_VECTOR": pieces,
+            "BLOCK_M": m,
+            "BLOCK_N": n,
+        }
         arguments |= {f"{k}_strides": strides4(x.stride()) for k, x in strided.items()}
         arguments = {k: x for k, x in arguments.items() if k in kernel.arg_names}
         arguments |= {"num_warps": warps, "num_stages": stages}
@@ -148,9 +156,7 @@ def pieces_of(bias: Tensor | None) -> int:
     return math.gcd(16 // bias.element_size(), *strides, bias.data_ptr() // bias.element_size())
 
 
-def inputs_of(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def inputs_of(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in the order of Inputs."""
     return q, k, v, bias, None, None, None, None, None, seed, None
 
@@ -221,7 +227,7 @@ class Backward:
             strided = {"dout": dout, "out": out, "dq": dq, "dk": dk, "dv": dv}
             first = self.launches("backward", residual_backward_kernel, pieces, **strided)
             whole = first.arguments["schedule"].tiles == 1  # one tile has all keys
-            second = None if whole else self.launches("queries", residual_queries_kernel, pieces, dq=dq)  # fmt: skip
+            second = None if whole else self.launches("queries", residual_queries_kernel, pieces, dq=dq)
             self.runs[pieces] = first, second
         run, queries = self.runs[pieces]
         change = room(*self.change) if self.need_bias or queries is not None else None
@@ -276,7 +282,7 @@ class Prepared:
         d, o = rows_of(dout, out), rows_of(out, out)
         call = checked(call, (o, d), (lse,), scores=scores, dscores=dscores)
         given = (*call[:5], d, o, lse, dscores, scores)
-        key = need_bias, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given]  # fmt: skip
+        key = need_bias, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given]
         run = self.backwards.get(key)
         if run is None:
             if len(self.backwards) >= 64:
@@ -293,9 +299,7 @@ class Prepared:
         return backward
 
 
-def checked(
-    call: ResidualCall, of_out: tuple = (), of_lse: tuple = (), **scores: Tensor | None
-) -> ResidualCall:
+def checked(call: ResidualCall, of_out: tuple = (), of_lse: tuple = (), **scores: Tensor | None) -> ResidualCall:
     """The call as kernels read it. ``scores``: a tensor with their shape and dtype.
 
     Raises:
@@ -304,9 +308,7 @@ def checked(
     q, k, v, *_, seed, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
     if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:
         given = shapes(q=q, k=k, v=v)
-        raise ValueError(
-            f"flashsci: head dims of residual attention must be 1 to {MAX_HEAD_DIM}: {given}"
-        )
+        raise ValueError(f"flashsci: head dims of residual attention must be 1 to {MAX_HEAD_DIM}: {given}")
     if scores:
         checks.check_scores(q, call.score_shape, scores_dtype(q, call.bias), **scores)
     if q is call.q and k is call.k and v is call.v and seed is call.dropout_seed:

@@ -54,9 +54,7 @@ class SecondOrder:
     def __init__(self, plan: Plan, tbias, tweight):
         self.plan = plan
         self.launches: dict = {}
-        self.small = tilings.double_backward_small_config(
-            plan.device.capability, plan.dtype, plan.width, plan.longest
-        )
+        self.small = tilings.double_backward_small_config(plan.device.capability, plan.dtype, plan.width, plan.longest)
         kind, vector, strides = ABSENT.value, 0, NO_STRIDES
         if tbias is not None:
             shape, stride, itemsize = tbias
@@ -76,9 +74,7 @@ class SecondOrder:
     def jvp(self, tout) -> Launch:
         if "jvp" not in self.launches:
             programs, arguments = self.plan.scheduled("jvp")
-            arguments.update(
-                self.tangents, out_strides=self.out_strides, tout_strides=strides_of(tout)
-            )
+            arguments.update(self.tangents, out_strides=self.out_strides, tout_strides=strides_of(tout))
             if self.weighted:  # Triton 3.6 cannot compile some of these for one warp
                 arguments["num_warps"] = max(2, arguments["num_warps"])
             self.launches["jvp"] = Launch(jvp_kernel, programs, arguments)
@@ -89,9 +85,12 @@ class SecondOrder:
         if key not in self.launches:
             programs, arguments = self.plan.scheduled("double_backward_queries")
             arguments.update(
-                self.tangents, gq_strides=strides_of(gq), gbias_strides=self.plan.gradient_strides(gbias, use),
-                BIAS_GRADIENT=use, GBIAS_VECTOR=self.plan.gradient_vector(gbias),
-            )  # fmt: skip
+                self.tangents,
+                gq_strides=strides_of(gq),
+                gbias_strides=self.plan.gradient_strides(gbias, use),
+                BIAS_GRADIENT=use,
+                GBIAS_VECTOR=self.plan.gradient_vector(gbias),
+            )
             self.launches[key] = Launch(double_backward_queries_kernel, programs, arguments)
         return self.launches[key]
 
@@ -109,11 +108,16 @@ class SecondOrder:
         if key not in self.launches:
             programs, arguments = self.plan.whole(self.small)
             arguments.update(
-                self.tangents, out_strides=self.out_strides, tout_strides=strides_of(tout),
-                gq_strides=strides_of(gq), gk_strides=strides_of(gk), gv_strides=strides_of(gv),
+                self.tangents,
+                out_strides=self.out_strides,
+                tout_strides=strides_of(tout),
+                gq_strides=strides_of(gq),
+                gk_strides=strides_of(gk),
+                gv_strides=strides_of(gv),
                 gbias_strides=self.plan.gradient_strides(gbias, use),
-                BIAS_GRADIENT=use, GBIAS_VECTOR=self.plan.gradient_vector(gbias),
-            )  # fmt: skip
+                BIAS_GRADIENT=use,
+                GBIAS_VECTOR=self.plan.gradient_vector(gbias),
+            )
             self.launches[key] = Launch(double_backward_small_kernel, programs, arguments)
         return self.launches[key]
 
@@ -121,9 +125,7 @@ class SecondOrder:
         """The launch between products of wide heads, for Wide (wide.py)."""
         if "wide" not in self.launches:
             tangents = {name: x for name, x in self.tangents.items() if name != "dout_strides"}
-            self.launches["wide"] = self.plan.wide.of_scores(
-                wide_double_backward_kernel, 2, **tangents
-            )
+            self.launches["wide"] = self.plan.wide.of_scores(wide_double_backward_kernel, 2, **tangents)
         return self.launches["wide"]
 
     def bias(self, gbias) -> tuple[Launch, int]:
@@ -131,9 +133,10 @@ class SecondOrder:
         if "bias" not in self.launches:
             programs, arguments, splits = self.plan.shared("double_backward_bias")
             arguments.update(
-                self.tangents, gbias_strides=self.plan.parts_strides(),
+                self.tangents,
+                gbias_strides=self.plan.parts_strides(),
                 GBIAS_VECTOR=self.plan.gradient_vector(gbias),
-            )  # fmt: skip
+            )
             made = Launch(double_backward_bias_kernel, programs, arguments)
             self.launches["bias"] = made, splits
         return self.launches["bias"]
@@ -144,9 +147,7 @@ def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondO
     of its tensor."""
     q, k, v = inputs[:3]
     tq, tk, tv, tbias, tweight = tangents
-    dout, tq, tk, tv = (
-        like if x is None else x for x, like in ((dout, out), (tq, q), (tk, k), (tv, v))
-    )
+    dout, tq, tk, tv = (like if x is None else x for x, like in ((dout, out), (tq, q), (tk, k), (tv, v)))
     plan = plan_of((q, k, v, dout, out, tq, tk, tv), inputs, *rest)
     key = (
         None if tbias is None else (tbias.shape, tbias.stride(), tbias.element_size()),

@@ -27,9 +27,7 @@ class Wide:
     def __init__(self, plan):
         self.plan = plan
         self.launches: dict[object, Launch] = {}
-        self.vector = (
-            4 if plan.size_k % 4 == 0 else 1
-        )  # fp32 numbers of a row of scores in one load
+        self.vector = 4 if plan.size_k % 4 == 0 else 1  # fp32 numbers of a row of scores in one load
 
     def scores(self, like) -> torch.Tensor:
         """Memory for the scores of every head."""
@@ -52,9 +50,7 @@ class Wide:
         depth = a.shape[-1] if kind == SCORES else p.size_q if of_keys else p.size_k
         heads = p.heads_k if of_keys else p.heads
         vector = p.arguments["D"].VECTOR
-        m, n, k, warps, stages = tilings.product_config(
-            p.device.capability, kind == SCORES, rows, depth, vector > 1
-        )
+        m, n, k, warps, stages = tilings.product_config(p.device.capability, kind == SCORES, rows, depth, vector > 1)
         tiles_m, tiles_n = -(-rows // m), -(-columns // n)
         turned_a, turned_b = of_keys, kind == SCORES
         of_a, of_b = (rows, m) if turned_a else (depth, k), (depth, k) if turned_b else (columns, n)
@@ -85,8 +81,13 @@ class Wide:
         block_m, block_n, warps = tilings.rows_config(p.size_q, p.size_k, narrower)
         tiles = -(-p.size_q // block_m)
         arguments = {name: p.arguments[name] for name in ("strides", "sizes", "mod", "F")} | {
-            "tiles": tiles, "VECTOR": self.vector, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1,
-        }  # fmt: skip
+            "tiles": tiles,
+            "VECTOR": self.vector,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "num_warps": warps,
+            "num_stages": 1,
+        }
         return Launch(kernel, tiles * p.batch * p.heads, arguments | more)
 
     def forward(self, tensors, out, lse) -> None:
@@ -120,7 +121,7 @@ class Wide:
         w, _, _, kept = self._moved(run, tangents, tensors, lse, mean, NEED_DOUT)
         self._tangent_of_out(tout, w, kept, tensors, tangents)
 
-    def double_backward(self, run: Launch, tangents, dout, dlse, tensors, out, lse, results, mean, need: int) -> tuple:  # fmt: skip
+    def double_backward(self, run: Launch, tangents, dout, dlse, tensors, out, lse, results, mean, need: int) -> tuple:
         """Fill gq, gk, gv, tout in `results`, each of which may be None, and mean; return gbias and gweight, None
         where `need` does not name them."""
         q, k, _, bias, weight = tensors[:5]
@@ -140,7 +141,7 @@ class Wide:
             self.product(KEYS, gv, w, dout)
         return self.sums(room, f, bias, weight, need)
 
-    def _moved(self, run, tangents, tensors, lse, mean, need, dout=None, delta=None, room=(None, None)):  # fmt: skip
+    def _moved(self, run, tangents, tensors, lse, mean, need, dout=None, delta=None, room=(None, None)):
         """R W, E', F', R P, see wide_double_backward.py; mean is filled."""
         q, k, v = tensors[:3]
         tq, tk, tv = tangents[:3]
