@@ -29,7 +29,7 @@ from flashsci.call.plans import (
     repeated,
     signature,
 )
-from flashsci.call.residual_ops import Kernels, ResidualCall, scores_dtype
+from flashsci.call.residual_ops import ResidualCall, ResidualKernels, scores_dtype
 from flashsci.call.tracing import autocast, count_flops, hides_sizes, transforming
 from flashsci.choice import backends
 from flashsci.choice.choose import PARTS, decide
@@ -111,7 +111,7 @@ def residual_attention(
     needs_grad = transforms.needs_grad(q, k, v, bias)
     choice = choice_of(q, k, v, bias, options, needs_grad, backend)
     parts = choice.forward == PARTS
-    kernels: Kernels | None = None if parts else backends.LOADED[backends.RESIDUAL][choice.forward]
+    kernels: ResidualKernels | None = None if parts else backends.LOADED[backends.RESIDUAL][choice.forward]
     seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     if kernels is None or transforming():
         return _from_parts(q, k, v, bias, seed, options, backend)
@@ -174,7 +174,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
 class Repeated:
     """A run of plain calls that repeat an earlier one, and of their gradients."""
 
-    def __init__(self, kernels: Kernels, call: ResidualCall) -> None:
+    def __init__(self, kernels: ResidualKernels, call: ResidualCall) -> None:
         self.kernels, self.prepared = kernels, kernels.prepared(call)
         self.options = call[5:]
         self._backwards: dict[tuple[bool, ...], Any] = {}
@@ -296,7 +296,7 @@ class Residual(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kernels: Kernels,
+        kernels: ResidualKernels,
         q: Tensor,
         k: Tensor,
         v: Tensor,

@@ -11,7 +11,7 @@ from enum import Flag
 from typing import NamedTuple
 
 
-class Rule(NamedTuple):
+class DerivativeRule(NamedTuple):
     """The derivatives that one tensor argument has."""
 
     reverse: bool = False
@@ -30,7 +30,7 @@ class Rule(NamedTuple):
 class Entry(NamedTuple):
     """The rules of one entry point, and the words of its refusals."""
 
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, DerivativeRule]
     subject: str = ""
     verb: str = "have"
     reverse: str = ""  # what to do instead, in each mode
@@ -38,12 +38,12 @@ class Entry(NamedTuple):
     mapped: str = ""
 
 
-EVERY = Rule(True, True, True, True)
-PLACES = Rule(mapped=True)  # bools, integers and seeds: constants to any derivative
-FIXED = Rule()
+EVERY = DerivativeRule(True, True, True, True)
+PLACES = DerivativeRule(mapped=True)  # bools, integers and seeds: constants to any derivative
+FIXED = DerivativeRule()
 
 
-def _each(names: str, rule: Rule) -> dict[str, Rule]:
+def _each(names: str, rule: DerivativeRule) -> dict[str, DerivativeRule]:
     return dict.fromkeys(names.split(), rule)
 
 
@@ -69,7 +69,7 @@ _PACKED = {
     **_SCALES,
 }
 _DENSE = {**_PACKED, "mask": PLACES}
-_PART = Rule(reverse=True, second=True)  # of a tensor that is split over ranks
+_PART = DerivativeRule(reverse=True, second=True)  # of a tensor that is split over ranks
 
 _ENDED = "call inside torch.no_grad() or torch.inference_mode(), or"
 _DETACHED = "detach what is a constant, or"
@@ -167,7 +167,7 @@ def refuse(name: str, mode: Asked, arguments: list[str]) -> None:
     raise ValueError(asks)
 
 
-def _allows(rule: Rule, mode: Asked) -> bool:
+def _allows(rule: DerivativeRule, mode: Asked) -> bool:
     if mode is Asked.REVERSE:
         return rule.reverse
     return rule.forward if mode is Asked.FORWARD else rule.mapped

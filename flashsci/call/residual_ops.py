@@ -69,7 +69,7 @@ _BACKWARD = (
 _N = len(ResidualCall._fields)
 
 
-class Kernels(NamedTuple):
+class ResidualKernels(NamedTuple):
     """The residual functions of a backend."""
 
     forward: Callable[[ResidualCall], tuple[Tensor, Tensor, Tensor]]
@@ -111,7 +111,7 @@ def empty_gradients(call: ResidualCall, need_bias: bool) -> tuple[Tensor, ...]:
     return *rows, empty_scores(call.q, call.score_shape, dtype)
 
 
-def define(backend: str, kernels: Kernels, keys: Sequence[str]) -> Kernels:
+def define(backend: str, kernels: ResidualKernels, keys: Sequence[str]) -> ResidualKernels:
     """Define a backend's ops for the given dispatch keys; returns the functions that call them."""
 
     def forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +137,7 @@ def define(backend: str, kernels: Kernels, keys: Sequence[str]) -> Kernels:
         keys,
         lambda *given: empty_gradients(grouped(*given)[2], given[-1]),
     )
-    return Kernels(
+    return ResidualKernels(
         lambda call: run(*call),
         lambda dout, dscores, call, *rest: run_backward(dout, dscores, *call, *rest),
         kernels.prepared,

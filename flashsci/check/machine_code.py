@@ -44,7 +44,7 @@ def tool(name: str) -> str:
     return found
 
 
-class Finding(NamedTuple):
+class UndefinedRead(NamedTuple):
     kernel: str
     offset: str
     instruction: str
@@ -122,7 +122,7 @@ def flow(lines: list[str]) -> list[Instruction]:
     return found
 
 
-def undefined_reads(kernel: str, code: list[Instruction]) -> list[Finding]:
+def undefined_reads(kernel: str, code: list[Instruction]) -> list[UndefinedRead]:
     """Reads of uniform registers that no path has written."""
     if not code:
         return []
@@ -144,7 +144,7 @@ def undefined_reads(kernel: str, code: list[Instruction]) -> list[Finding]:
         missing = instruction.reads & ~have & bits(0, 63)
         while missing:
             number = (missing & -missing).bit_length() - 1
-            findings.append(Finding(kernel, instruction.offset, instruction.text, f"UR{number}"))
+            findings.append(UndefinedRead(kernel, instruction.offset, instruction.text, f"UR{number}"))
             missing &= missing - 1
     return findings
 
@@ -164,7 +164,7 @@ def kernels(sass: str) -> Iterator[tuple[str, list[str]]]:
         yield name, lines
 
 
-def undefined_in(cubin: bytes | Path) -> list[Finding]:
+def undefined_in(cubin: bytes | Path) -> list[UndefinedRead]:
     """All findings in one cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         if isinstance(cubin, bytes):

@@ -37,7 +37,7 @@ from flashsci.testing.drawing import draw_case, draw_residual
 from flashsci.testing.drawing_values import layouts_of
 from flashsci.testing.reshaping import resized, with_inner_heads, with_members, with_neighbours
 
-Plan = tuple[
+PlannedCases = tuple[
     list[Case] | list[PagedCase] | list[FP8Case] | list[ResidualCase], tuple[str, ...]
 ]  # cases, and the backends that are judged by them
 # Head dims whose rows are 32, 64 and 128 bytes.
@@ -206,7 +206,7 @@ def is_whole(case: Case) -> bool:
     return case.variant.head_dim in WHOLE[case.variant.dtype] and longest <= SHORT_LENGTHS[-1]
 
 
-def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
+def paged_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> PlannedCases:
     """Cases of paged attention, for the backends that have it; small ones where Triton interprets.
 
     If CUDA's kernels are judged, every other case is one that they serve: most drawn cases have fp32, scales of a
@@ -237,7 +237,7 @@ def aligned_paged(case: PagedCase) -> PagedCase:
     return replace(case, variant=variant, layout=layout, scales=scales)
 
 
-def fp8_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
+def fp8_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> PlannedCases:
     """Cases of attention on 8-bit floats, in the same way; for CUDA if the device and the library have that
     kernel."""
     limits = {} if device == "cuda" else {"longest": 70}
@@ -245,7 +245,7 @@ def fp8_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Pla
     return list(generate_fp8(seed, count, **limits)), tuple(b for b in backends if b in having)
 
 
-def residual_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> Plan:
+def residual_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> PlannedCases:
     """Cases of residual attention, for the backends with kernels of it: on a GPU in families, each of which has a
     kernel."""
     names = tuple(b for b in backends if b == "triton")
@@ -278,7 +278,7 @@ def plans_of(
     unit: str | None,
     orders: Sequence[int],
     backends: Sequence[str],
-) -> list[Plan]:
+) -> list[PlannedCases]:
     """The cases of a check, and the backends that judge them.
 
     Half of a run of everything, and three quarters of one of CUDA units, are for CUDA kernels restricted to one
@@ -289,10 +289,10 @@ def plans_of(
     # These kernels serve such cases themselves: no Triton kernel replaces them, and none is compiled.
     held = tuple(b for b in backends if b in ("cuda:sm90", "cuda:sm80"))
 
-    def apart(share: int, part: str, names: tuple[str, ...]) -> Plan:
+    def apart(share: int, part: str, names: tuple[str, ...]) -> PlannedCases:
         return plan_cases(share, seed + len(plans), device, part, many=True), names
 
-    plans: list[Plan] = []
+    plans: list[PlannedCases] = []
     if device == "cuda" and unit is None and "cuda:sm90" in held:
         plans.append(apart(7 * count // 20, "cuda/sm90", held))
         if "cuda:sm80" in held:

@@ -186,7 +186,7 @@ def run(
 
 
 def _execute(
-    plans: Sequence[planning.Plan],
+    plans: Sequence[planning.PlannedCases],
     traps: Sequence[Trap],
     backends: Sequence[str],
     device: str,

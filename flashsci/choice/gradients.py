@@ -62,14 +62,14 @@ def by_rules(name: str) -> Choice:
     return Choice(name, BY_RULES) if name == "triton" else named(name)
 
 
-class Kernels(NamedTuple):
+class GradientKernels(NamedTuple):
     """The backend whose kernels compute the gradients of a call, and the reason for it."""
 
     backend: str | None  # None: no backend's
     reason: str | None = None  # why it is not the backend itself
 
 
-def gradients(choice: Choice, problem: Problem, strides: bool = False, anywhere: bool = False) -> Kernels:
+def gradients(choice: Choice, problem: Problem, strides: bool = False, anywhere: bool = False) -> GradientKernels:
     """The kernels for the gradients of a call.
 
     Args:
@@ -78,7 +78,7 @@ def gradients(choice: Choice, problem: Problem, strides: bool = False, anywhere:
     """
     module = sharing(choice)
     if module is None:
-        return Kernels(choice.usual)
+        return GradientKernels(choice.usual)
     if choice.forward == "triton":
         return _instead_of_triton(module, problem, strides, anywhere)
     name = choice.forward
@@ -93,10 +93,10 @@ def gradients(choice: Choice, problem: Problem, strides: bool = False, anywhere:
     for candidate in order:
         reason = lacks if candidate == name else find(candidate).rejects(problem, anywhere)
         if reason is None:
-            return Kernels(candidate, None if candidate == name else why)
+            return GradientKernels(candidate, None if candidate == name else why)
     if order[-1] == name:
-        return Kernels(None, f"it has no gradients of this call of its own: {lacks}")
-    return Kernels(
+        return GradientKernels(None, f"it has no gradients of this call of its own: {lacks}")
+    return GradientKernels(
         None,
         f"its gradients would come from the {order[-1]} backend, which cannot serve this call ({reason})",
     )
@@ -139,12 +139,12 @@ def sharing(choice: Choice) -> Any:
     return module if hasattr(module, "backward_kernels") else None
 
 
-def _instead_of_triton(module: Any, problem: Problem, strides: bool, anywhere: bool) -> Kernels:
+def _instead_of_triton(module: Any, problem: Problem, strides: bool, anywhere: bool) -> GradientKernels:
     """The gradients' choice for a call that Triton computed because ``auto`` chose it."""
     reason = (None if anywhere else BACKENDS["cuda"].unavailable()) or module.rejects(problem)
     generation, lacks = (0, reason) if reason else module.backward_kernels(problem, strides)
     if lacks is None:
         rule = preferences.find("gradients", problem, generation, "triton")
         if rule.order[0] == "cuda":
-            return Kernels("cuda", rule.cited())
-    return Kernels("triton")
+            return GradientKernels("cuda", rule.cited())
+    return GradientKernels("triton")

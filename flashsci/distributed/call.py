@@ -14,7 +14,7 @@ from flashsci.distributed.layout import Interval, Layout
 from flashsci.distributed.pieces import Band, Piece, deepest, joined, pieces, seen
 
 
-class Call(NamedTuple):
+class DistributedCall(NamedTuple):
     """Options and layouts that all ranks share."""
 
     group: str  # the name of the process group
@@ -58,13 +58,13 @@ class Call(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _pieces(call: Call, rank: int, source: int) -> list[Piece]:
+def _pieces(call: DistributedCall, rank: int, source: int) -> list[Piece]:
     found = pieces(call.queries.intervals(rank), call.keys.intervals(source), call.band)
     return found if call.placed else joined(found)
 
 
 @functools.lru_cache(maxsize=1024)
-def _most_parts(call: Call, rank: int) -> tuple[int, int]:
+def _most_parts(call: DistributedCall, rank: int) -> tuple[int, int]:
     ranks = range(call.world)
     rows = [p.rows for source in ranks for p in call.pieces(rank, source)]
     others = [call.needed(worker, rank) for worker in ranks if worker != rank]
@@ -73,16 +73,16 @@ def _most_parts(call: Call, rank: int) -> tuple[int, int]:
 
 
 @torch._dynamo.assume_constant_result
-def from_text(text: str) -> Call:
+def from_text(text: str) -> DistributedCall:
     """The inverse of :meth:`Call.text`."""
     return _from_text(text)
 
 
 @functools.lru_cache(maxsize=1024)
-def _from_text(text: str) -> Call:
+def _from_text(text: str) -> DistributedCall:
     group, queries, keys, band, scores, split, placed = json.loads(text)
     (kind_q, lengths_q), (kind_k, lengths_k), (left, right, shift, offsets) = queries, keys, band
-    return Call(
+    return DistributedCall(
         group,
         Layout(kind_q, tuple(lengths_q)),
         Layout(kind_k, tuple(lengths_k)),

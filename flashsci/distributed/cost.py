@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashsci.distributed.block import Scores
-from flashsci.distributed.call import Call
+from flashsci.distributed.call import DistributedCall
 from flashsci.distributed.layout import Layout
 from flashsci.distributed.pieces import Band
 
@@ -46,7 +46,7 @@ class Machine:
     room: float = 8e9  # bytes that the whole k and v may take on a rank
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """Sizes of a call other than its sequence."""
 
     batch: int
@@ -72,12 +72,12 @@ class Work(NamedTuple):
     calls: int = 1  # of kernels
     moved: float = 0.0  # bytes read and written outside them: sums, copies
 
-    def seconds(self, sizes: Sizes, back: bool, machine: Machine) -> float:
+    def seconds(self, sizes: CallSizes, back: bool, machine: Machine) -> float:
         speed = machine.backward if back else machine.forward
         speed *= 1.0 if sizes.itemsize == 2 else machine.wide
         return self.operations(sizes, back) / speed + self.calls * machine.call + self.moved / machine.memory
 
-    def operations(self, sizes: Sizes, back: bool) -> float:
+    def operations(self, sizes: CallSizes, back: bool) -> float:
         dims = sizes.head_dim + sizes.head_dim_v
         dims += 2 * sizes.head_dim + sizes.head_dim_v if back else 0
         return 2.0 * self.pairs * dims * sizes.batch * sizes.heads_q
@@ -101,7 +101,9 @@ class Prediction(NamedTuple):
         )
 
 
-def predict(call: Call, sizes: Sizes, strategy: str, backward: bool, machine: Machine | None = None) -> Prediction:
+def predict(
+    call: DistributedCall, sizes: CallSizes, strategy: str, backward: bool, machine: Machine | None = None
+) -> Prediction:
     """The cost of a forward or, with ``backward``, of a training step.
 
     Examples:
@@ -113,13 +115,15 @@ def predict(call: Call, sizes: Sizes, strategy: str, backward: bool, machine: Ma
         True
     """
     machine = machine or Machine()
-    model: Callable[[Call, Sizes, bool, Machine], Prediction]
+    model: Callable[[DistributedCall, CallSizes, bool, Machine], Prediction]
     model = {"ring": _ring, "all_gather": _all_gather, "ulysses": _ulysses}[strategy]
     found = model(call, sizes, False, machine)
     return found + model(call, sizes, True, machine) if backward else found
 
 
-def choose(call: Call, sizes: Sizes, allowed: list[str], backward: bool, machine: Machine | None = None) -> str:
+def choose(
+    call: DistributedCall, sizes: CallSizes, allowed: list[str], backward: bool, machine: Machine | None = None
+) -> str:
     """The strategy of least predicted time; of several that are as good as the fastest, the one with least memory.
 
     all_gather is considered only if the whole k and v fit in ``machine.room``.
@@ -138,15 +142,15 @@ def planned(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     layout: str = "contiguous",
-) -> Call:
+) -> DistributedCall:
     """A call on a mesh that need not exist."""
     left, right = window or (-1, -1)
     whole = Layout.of(layout, seq, world)
     scores = Scores(None, None, False, None, "auto")
-    return Call("", whole, whole, Band(left, 0 if causal else right), scores)
+    return DistributedCall("", whole, whole, Band(left, 0 if causal else right), scores)
 
 
-def work(call: Call, sizes: Sizes, strategy: str, rank: int, back: bool) -> list[Work]:
+def work(call: DistributedCall, sizes: CallSizes, strategy: str, rank: int, back: bool) -> list[Work]:
     """The work of a rank: step by step for a ring, all at once for the others."""
     if strategy == "ring":
         return [_step(call, sizes, rank, step, back) for step in range(call.world)]
@@ -160,7 +164,7 @@ def work(call: Call, sizes: Sizes, strategy: str, rank: int, back: bool) -> list
     return [Work(call.pairs(rank), len(call.queries.intervals(rank)), moved)]
 
 
-def _step(call: Call, sizes: Sizes, rank: int, step: int, back: bool) -> Work:
+def _step(call: DistributedCall, sizes: CallSizes, rank: int, step: int, back: bool) -> Work:
     found = call.pieces(rank, (rank - step) % call.world)
     rows = sum(p.rows[1] - p.rows[0] for p in found)
     keys = sum(p.keys[1] - p.keys[0] for p in found)
@@ -171,7 +175,7 @@ def _step(call: Call, sizes: Sizes, rank: int, step: int, back: bool) -> Work:
     return Work(sum(p.pairs() for p in found), len(found), summed)
 
 
-def head_groups(call: Call, sizes: Sizes, machine: Machine | None = None) -> int:
+def head_groups(call: DistributedCall, sizes: CallSizes, machine: Machine | None = None) -> int:
     """The number of groups of heads in a ring's backward: more groups take less memory, and launch more."""
     longest = max((_step(call, sizes, rank, 0, True) for rank in range(call.world)), key=lambda w: w.pairs)
     seconds = longest.seconds(sizes, True, machine or Machine())
@@ -179,7 +183,7 @@ def head_groups(call: Call, sizes: Sizes, machine: Machine | None = None) -> int
 
 
 @functools.lru_cache(maxsize=1024)
-def hides_quiet(call: Call, sizes: Sizes, back: bool) -> bool:
+def hides_quiet(call: DistributedCall, sizes: CallSizes, back: bool) -> bool:
     """Whether a ring's compute takes as long as its transfers with few processors."""
     machine = Machine()
     slow = _ring(call, sizes, back, replace(machine, link=machine.quiet))
@@ -190,7 +194,7 @@ def _move(sent: float, machine: Machine) -> float:
     return sent / machine.link + machine.transfer if sent else 0.0
 
 
-def _ring(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
+def _ring(call: DistributedCall, sizes: CallSizes, back: bool, machine: Machine) -> Prediction:
     world, total, busy, sent, most, last = call.world, 0.0, 0.0, 0, 0, 0
     for step in range(world):
         compute, bytes_out, last = 0.0, 0, 0
@@ -217,7 +221,7 @@ def _ring(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
     return Prediction(total, busy, sent + last, extra)
 
 
-def _home(call: Call, sizes: Sizes, rank: int, step: int) -> int:
+def _home(call: DistributedCall, sizes: CallSizes, rank: int, step: int) -> int:
     """Bytes of the gradients that rank sends to the owner of the keys of a step."""
     if step < 1:
         return 0
@@ -226,13 +230,13 @@ def _home(call: Call, sizes: Sizes, rank: int, step: int) -> int:
     return _block(call, sizes, rank, source) * (max(1, 4 // sizes.itemsize) if several else 1)
 
 
-def _block(call: Call, sizes: Sizes, rank: int, source: int) -> int:
+def _block(call: DistributedCall, sizes: CallSizes, rank: int, source: int) -> int:
     """Bytes of the keys of source that rank sees."""
     needed = call.needed(rank, source)
     return sizes.keys(needed[1] - needed[0]) if needed else 0
 
 
-def _all_gather(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
+def _all_gather(call: DistributedCall, sizes: CallSizes, back: bool, machine: Machine) -> Prediction:
     compute = max(
         w.seconds(sizes, back, machine) for r in range(call.world) for w in work(call, sizes, "all_gather", r, back)
     )
@@ -241,7 +245,7 @@ def _all_gather(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Predi
     return Prediction(compute + _move(sent, machine), compute, sent, whole * (2 if back else 1))
 
 
-def _ulysses(call: Call, sizes: Sizes, back: bool, machine: Machine) -> Prediction:
+def _ulysses(call: DistributedCall, sizes: CallSizes, back: bool, machine: Machine) -> Prediction:
     (done,) = work(call, sizes, "ulysses", 0, back)
     compute = done.seconds(sizes, back, machine)
     own = max(sizes.queries(a) + sizes.keys(b) for a, b in zip(call.queries.lengths, call.keys.lengths, strict=True))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flashsci.distributed import cost
-from flashsci.distributed.call import Call
+from flashsci.distributed.call import DistributedCall
 from flashsci.distributed.layout import Interval, even
 
 
@@ -53,7 +53,7 @@ class Group(NamedTuple):
 
 
 def head_groups(
-    call: Call,
+    call: DistributedCall,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -70,9 +70,9 @@ def head_groups(
     return [Group((a * each, b * each), (a, b)) for a, b in itertools.pairwise(even(heads_k, count))]
 
 
-def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> cost.Sizes:
+def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> cost.CallSizes:
     batch = q.shape[:-3].numel() if q.dim() > 3 else 1
-    return cost.Sizes(batch, _heads(q), _heads(k), q.shape[-1], v.shape[-1], q.element_size())
+    return cost.CallSizes(batch, _heads(q), _heads(k), q.shape[-1], v.shape[-1], q.element_size())
 
 
 def _heads(x: Tensor) -> int:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flashsci.call.op_checks import need, same, shapes
 from flashsci.call.ops import statistics_dtype
-from flashsci.distributed.call import Call
+from flashsci.distributed.call import DistributedCall
 
 
-def rows_of_rank(call: Call, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+def rows_of_rank(call: DistributedCall, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check the rows of a rank's tensors against those that it has of a sequence."""
     _alike(q, k, v)
     for x, name, layout in ((q, "q", call.queries), (k, "k", call.keys), (v, "v", call.keys)):
@@ -23,7 +23,7 @@ def rows_of_rank(call: Call, rank: int, q: Tensor, k: Tensor, v: Tensor) -> None
         )
 
 
-def rows_of_pairs(call: Call, rank: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> None:
+def rows_of_pairs(call: DistributedCall, rank: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> None:
     """Check for whole rows of a pair representation, and the bias of a rank's queries."""
     _alike(q, k, v)
     need(k.shape[-2] == v.shape[-2], f"k and v must have the same keys: {shapes(k=k, v=v)}")

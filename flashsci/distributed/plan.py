@@ -13,7 +13,7 @@ from flashsci.call.arguments import Options
 from flashsci.distributed import agreement, cost, ulysses
 from flashsci.distributed.agreement import Value, dtype_number, tensor_fields
 from flashsci.distributed.block import Scores
-from flashsci.distributed.call import Call
+from flashsci.distributed.call import DistributedCall
 from flashsci.distributed.collectives import group_named
 from flashsci.distributed.layout import LAYOUTS, Layout, check_layout, checked
 from flashsci.distributed.pieces import Band
@@ -226,7 +226,7 @@ def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Pla
     band = Band(options.window_left, options.window_right, shift, mine.offsets)
     scores = Scores(options.scale, options.softcap, options.deterministic, options.precision, mine.backend)
     placed = mine.bias is not None or mine.mask is not None
-    call = Call(group_name, queries, keys, band, scores, split, placed)
+    call = DistributedCall(group_name, queries, keys, band, scores, split, placed)
     return Planned(call.text(), _strategy(call, mine), split)
 
 
@@ -265,7 +265,7 @@ def _split(
     return False
 
 
-def _strategy(call: Call, mine: Given) -> str:
+def _strategy(call: DistributedCall, mine: Given) -> str:
     heads_q, heads_k = (s[-3] if len(s) > 2 else 1 for s in (mine.q, mine.k))
     reason = ulysses.refuses(call, heads_q, heads_k, mine.bias, mine.mask)
     if mine.strategy == "ulysses" and reason is not None:
@@ -275,7 +275,7 @@ def _strategy(call: Call, mine: Given) -> str:
     batch = 1
     for n in mine.q[:-3]:
         batch *= n
-    sizes = cost.Sizes(batch, heads_q, heads_k, mine.q[-1], mine.v[-1], mine.itemsize)
+    sizes = cost.CallSizes(batch, heads_q, heads_k, mine.q[-1], mine.v[-1], mine.itemsize)
     allowed = [s for s in cost.STRATEGIES if s != "ulysses" or reason is None]
     return cost.choose(call, sizes, allowed, mine.needs_grad)
 

@@ -33,7 +33,7 @@ from flashsci.call.ops import (
 from flashsci.call.schemas import LIBRARY
 from flashsci.distributed import block, cost, gather, op_checks, recording
 from flashsci.distributed.block import Side
-from flashsci.distributed.call import Call, from_text
+from flashsci.distributed.call import DistributedCall, from_text
 from flashsci.distributed.collectives import group_named
 from flashsci.distributed.exchange import Block, Blocks, Post, Transfer, around, quiet, rounds
 from flashsci.distributed.groups import head_groups, sizes_of
@@ -105,7 +105,7 @@ def _forward(
 
 
 def _check(
-    call: Call,
+    call: DistributedCall,
     rank: int,
     q: Tensor,
     k: Tensor,
@@ -194,7 +194,7 @@ class Share:
 
     def __init__(
         self,
-        call: Call,
+        call: DistributedCall,
         post: Post,
         tensors: Sequence[Any],
         results: Sequence[Any],
@@ -304,13 +304,13 @@ def _added(total: Tensor | None, part: Tensor, rows: Interval, like: Tensor, dty
     return total
 
 
-def _post(call: Call, q: Tensor, k: Tensor, v: Tensor, back: bool) -> Post:
+def _post(call: DistributedCall, q: Tensor, k: Tensor, v: Tensor, back: bool) -> Post:
     group = group_named(call.group)
     hidden = q.is_cuda and cost.hides_quiet(call, sizes_of(q, k, v), back)
     return Post(quiet(group) if hidden else group)
 
 
-def _around(call: Call, post: Post, own: list[Tensor]) -> list[Block]:
+def _around(call: DistributedCall, post: Post, own: list[Tensor]) -> list[Block]:
     """The keys, values and weights of all ranks, in turn, that this rank needs."""
     rank = post.group.rank()
 

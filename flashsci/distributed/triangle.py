@@ -24,7 +24,7 @@ from flashsci.call.schemas import LIBRARY
 from flashsci.distributed import agreement, op_checks, recording
 from flashsci.distributed.agreement import Mesh, Value, tensor_fields
 from flashsci.distributed.block import Scores, rows_of
-from flashsci.distributed.call import Call, from_text
+from flashsci.distributed.call import DistributedCall, from_text
 from flashsci.distributed.collectives import group_named
 from flashsci.distributed.exchange import Blocks, Post, Transfer, around, rounds
 from flashsci.distributed.layout import Interval, Layout, assemble
@@ -171,7 +171,7 @@ def _constant_lengths(group_name: str, fields: tuple[tuple[str, Value], ...], de
 @torch._dynamo.assume_constant_result
 def _text(group_name: str, lengths: tuple[int, ...], scores: tuple[Any, ...]) -> str:
     queries = Layout("contiguous", lengths)
-    return Call(group_name, queries, queries, Band(-1, -1), Scores(*scores)).text()
+    return DistributedCall(group_name, queries, queries, Band(-1, -1), Scores(*scores)).text()
 
 
 def _collected(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, text: str) -> tuple[Tensor, Tensor]:
@@ -196,7 +196,7 @@ class Triangle(torch.autograd.Function):
         return recording.backward(ctx, torch.ops.flashsci.triangle_backward, _collected, dout, dlse)
 
 
-def _travelling(post: Post, bias: Tensor, call: Call) -> Iterator[tuple[Interval, Tensor | None]]:
+def _travelling(post: Post, bias: Tensor, call: DistributedCall) -> Iterator[tuple[Interval, Tensor | None]]:
     """(queries, their bias) of this rank and then of those 1, 2, ... places back."""
 
     def room_for(source: int) -> Blocks:
@@ -214,7 +214,7 @@ def _masked(mask: Tensor | None, interval: Interval) -> Tensor | None:
     return mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else rows_of(mask, interval)
 
 
-def _check(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
+def _check(call: DistributedCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:
     op_checks.rows_of_pairs(call, group_named(call.group).rank(), q, k, v, bias)
     full = bias.new_empty((), device="meta").expand(*bias.shape[:-2], q.shape[-2], bias.shape[-1])
     op_checks.of_pairs(q, k.shape[-2], bias=full, mask=mask)
@@ -280,7 +280,7 @@ def _backward(
     return tuple(g.to(x.dtype) for g, x in zip((dq, dk, dv, dbias), (q, k, v, bias), strict=True))
 
 
-def _send_home(post: Post, share: Tensor | None, bias: Tensor, call: Call, step: int) -> Transfer:
+def _send_home(post: Post, share: Tensor | None, bias: Tensor, call: DistributedCall, step: int) -> Transfer:
     """Send a block's gradient to the rank of its queries; receive the share that another rank computed for this
     rank's block."""
     rank = post.group.rank()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashsci.distributed import block
 from flashsci.distributed.block import Side
-from flashsci.distributed.call import Call, from_text
+from flashsci.distributed.call import DistributedCall, from_text
 from flashsci.distributed.collectives import all_to_all, place_in
 from flashsci.distributed.layout import Layout, assemble, even
 from flashsci.distributed.pieces import pieces
@@ -22,7 +22,7 @@ from flashsci.distributed.pieces import pieces
 Shape = tuple[int, ...]
 
 
-def refuses(call: Call, heads_q: int, heads_k: int, bias: Shape | None, mask: Shape | None) -> str | None:
+def refuses(call: DistributedCall, heads_q: int, heads_k: int, bias: Shape | None, mask: Shape | None) -> str | None:
     """Why this strategy cannot serve a call, given the shapes of its bias and mask; None if it can."""
     if heads_k < call.world:
         return f"it has {heads_k} key heads for {call.world} ranks"

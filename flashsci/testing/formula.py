@@ -20,7 +20,7 @@ from flashsci.testing.second_order import Sized, second_order
 from flashsci.testing.tolerance import PHASES, ROUNDINGS
 
 
-class Forward:
+class ForwardFormula:
     """P after its roundings, the lse and out; [*, Hq, Sq, Sk], [*, Hq, Sq, Dv] or, for rows, [*, Hq, Sq, 1].
 
     ``x_abs``, ``x_fine``, ``x_loose``: the sizes of x in ``coarse``, ``fine`` and ``loose`` of Formula. ``p``: before
@@ -119,7 +119,7 @@ class CoarseP:
     ``moves``: the roundings of P that a row, or all rows together, may have in place of those of ``pr``.
     """
 
-    def __init__(self, f: Forward, before: Tensor, of_p: Rounding):
+    def __init__(self, f: ForwardFormula, before: Tensor, of_p: Rounding):
         self.of_p, self.v_abs, s = of_p, f.v_abs, f.s
         of_row = (torch.exp(s.largest - s.top) / s.total).detach()
         self.least = of_p.tiny * of_row  # the smallest normal P
@@ -135,7 +135,7 @@ class CoarseP:
         self.pr = rounded()
         self.moves = [x - x.detach() for x in of_sums]
 
-    def store(self, formula: Formula, f: Forward, bare_out: Tensor) -> None:
+    def store(self, formula: Formula, f: ForwardFormula, bare_out: Tensor) -> None:
         """Fill the formula's parts of out and lse; ``bare_out``: before its own rounding."""
         unit, size = f.precisions.unit, self.pr.detach().abs()
         # Roundings of P in their own units: relative for normal numbers, that of the smallest normal number for
@@ -158,14 +158,14 @@ class CoarseP:
         return size @ self.v_abs + row(size) * out.detach().abs()
 
 
-class Backward:
+class BackwardFormula:
     """dS = E and its factors: P recomputed with the stored lse, dP, delta; [*, Hq, Sq, Sk] or, for rows, [.., 1].
 
     E = P o U, U = R o (dO V^T) - delta, plus the gradient of scores that are a result. ``da``: E before the softcap.
     ``gone``: P that kernels flush to zero, in roundings.
     """
 
-    def __init__(self, formula: Formula, f: Forward):
+    def __init__(self, formula: Formula, f: ForwardFormula):
         b, s, rows = formula.b, formula.scores, formula.rows
         self.f, self.zero, near = f, f.zero, ~rows.far
         self.precisions, self.rounded = f.precisions, f.roundings.rounded
@@ -275,10 +275,10 @@ class Formula:
         self.scores_abs = s.sizes(b.softcap, precisions.internal)
         self.rows = LooseRows(s, self.scores_abs, precisions.unit, precisions.internal)
         self.large = bool((~s.empty & (s.lse.abs() * precisions.unit > 1)).any())
-        forward = Forward(self)
+        forward = ForwardFormula(self)
         if b.dout is None and b.dscores is None:
             return
-        backward = Backward(self, forward)
+        backward = BackwardFormula(self, forward)
         sink = None if b.sink is None else self._share_of_sink(forward, backward)
         self._rows_gradients(forward, backward)
         self._bias_gradient(backward)
@@ -293,7 +293,7 @@ class Formula:
         self.coarse[name], self.fine[name] = coarse, fine
         self.values[name] = self.roundings.rounded(value, self.precisions.of_result(name))
 
-    def _rows_gradients(self, f: Forward, g: Backward) -> None:
+    def _rows_gradients(self, f: ForwardFormula, g: BackwardFormula) -> None:
         """dq, dk, dv."""
         b, per_key, scale = self.b, self.heads.per_key, abs(self.b.scale)
         q_abs, k_abs = b.q.abs(), self.k.abs()
@@ -324,7 +324,7 @@ class Formula:
                 "dv": per_key(turn(f.pr_loose) @ g.g_abs),
             }
 
-    def _bias_gradient(self, g: Backward) -> None:
+    def _bias_gradient(self, g: BackwardFormula) -> None:
         if self.b.bias is None:
             return
         shape = self.b.bias.shape
@@ -333,7 +333,7 @@ class Formula:
         if g.e_loose is not None:
             self.loose["dbias"] = g.e_loose.sum_to_size(shape)
 
-    def _weight_gradient(self, f: Forward, g: Backward) -> None:
+    def _weight_gradient(self, f: ForwardFormula, g: BackwardFormula) -> None:
         """dkey_weight, and the possible size of P without weights in loose rows."""
         self.bare_loose: Tensor | None = self.rows.p
         if self.b.key_weight is None:
@@ -349,14 +349,14 @@ class Formula:
         parts = bare * (g.dp - g.delta), bare * g.u_abs, fine
         self._store("dkey_weight", *(per_weight(x) for x in parts))
 
-    def _share_of_sink(self, f: Forward, g: Backward) -> Sized:
+    def _share_of_sink(self, f: ForwardFormula, g: BackwardFormula) -> Sized:
         """P of the sink, a key without a value."""
         flushed = (f.p_sink < g.least_p) / self.precisions.internal
         fine = f.p_sink * ((f.sink_abs + f.mean_abs) * ~self.rows.far + 1 + flushed)
         loose = None if self.rows.p is None else self.rows.far.to(f.p_sink)
         return Sized(f.p_sink, f.p_sink, fine, loose)
 
-    def _sink_gradient(self, f: Forward, g: Backward, share: Sized) -> None:
+    def _sink_gradient(self, f: ForwardFormula, g: BackwardFormula, share: Sized) -> None:
         far, size = self.rows.far, g.delta_abs
         fine = size * (f.sink_abs + f.mean_abs) * ~far + g.delta_fine + size
         fine = fine + (f.p_sink < g.least_p) * size / self.precisions.internal
@@ -365,7 +365,7 @@ class Formula:
         if g.delta_loose is not None:
             self.loose["dsink"] = per_head(far * (size + g.delta_loose)).detach()
 
-    def _second_order(self, f: Forward, g: Backward, sink: Sized | None) -> None:
+    def _second_order(self, f: ForwardFormula, g: BackwardFormula, sink: Sized | None) -> None:
         """All of SECOND_ORDER, by second_order.py."""
         b, s, heads = self.b, self.scores, self.heads
 

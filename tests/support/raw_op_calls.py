@@ -390,7 +390,7 @@ def across(op: str, device: str) -> Arguments:
     import torch.distributed as dist
 
     from flashsci.distributed.block import Scores as ScoresOf
-    from flashsci.distributed.call import Call
+    from flashsci.distributed.call import DistributedCall
     from flashsci.distributed.layout import Layout
     from flashsci.distributed.pieces import Band
 
@@ -401,7 +401,7 @@ def across(op: str, device: str) -> Arguments:
     given = {
         "q": r(2, 4, 5, 16), "k": r(2, heads, 7, 16), "v": r(2, heads, 7, 8), "bias": r(2, 4, 5, 7),
         "key_weight": r(2, heads, 7).exp(), "mask": r(1, 1, 5, 7) > -1, "dlse": r(2, 4, 5), "dout": r(2, 4, 5, 8),
-        "call": Call(dist.group.WORLD.group_name, queries, keys, Band(-1, -1), options, (True, True), True).text(),
+        "call": DistributedCall(dist.group.WORLD.group_name, queries, keys, Band(-1, -1), options, (True, True), True).text(),
     }  # fmt: skip
     if not ring:
         del given["key_weight"]

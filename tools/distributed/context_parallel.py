@@ -165,14 +165,14 @@ def _timed(
 
 def predicted(seq: int, world: int, strategy: str, options: argparse.Namespace, dim: int, backward: bool) -> float:
     call = cost.planned(seq, world, causal=True, layout=LAYOUT)
-    sizes = cost.Sizes(1, options.heads, options.heads_k, dim, dim, 2)
+    sizes = cost.CallSizes(1, options.heads, options.heads_k, dim, dim, 2)
     return cost.predict(call, sizes, "all_gather" if strategy in ("one", "torch") else strategy, backward).seconds
 
 
 def chosen(seq: int, world: int, options: argparse.Namespace, dim: int, backward: bool) -> str:
     """The choice of "auto"."""
     call = cost.planned(seq, world, causal=True, layout=LAYOUT)
-    sizes = cost.Sizes(1, options.heads, options.heads_k, dim, dim, 2)
+    sizes = cost.CallSizes(1, options.heads, options.heads_k, dim, dim, 2)
     allowed = [s for s in cost.STRATEGIES if s != "ulysses" or options.heads_k >= world]
     return cost.choose(call, sizes, allowed, backward)
 

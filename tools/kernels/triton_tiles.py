@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flashsci.backends.triton import tilings
-from flashsci.backends.triton.kernels.groups import Inputs, Tangents
+from flashsci.backends.triton.kernels.groups import Operands, TangentOperands
 from flashsci.backends.triton.plans import dense, second_order
 from flashsci.call.ops import Saved, Scalars, Tensors
 from tools.bench.cases import CASES, Case
@@ -93,7 +93,7 @@ PRODUCTS = {"forward": 1.0, "dq": 1.5, "dkdv": 2.0, "jvp": 2.5, "double_backward
 
 
 @contextmanager
-def configured(kernel: str, config: Config, plans: Callable[..., dense.Plan]) -> Iterator[None]:
+def configured(kernel: str, config: Config, plans: Callable[..., dense.DensePlan]) -> Iterator[None]:
     """Launches decided here have this configuration, of this kernel; `plans` keeps them."""
     name = "small_config" if kernel == "small" else "config"
     honest, shared = getattr(tilings, name), dense.plan
@@ -136,7 +136,7 @@ class Problem:
 
     def launch(self, kernel: str, config: Config) -> tuple[Callable[[], Any], Tensor | None]:
         """(run, a result that it fills)."""
-        plans = functools.lru_cache(dense.Plan)
+        plans = functools.lru_cache(dense.DensePlan)
         if self.case.order > 1:
             with configured(kernel, config, plans):
                 return self.alone(kernel)
@@ -155,7 +155,7 @@ class Problem:
         q, k, v, dout, out = self.q, self.k, self.v, self.dout, self.out
         tq, tk, tv, result, other = (torch.randn_like(q) for _ in range(5))
         mean, delta, zeta = (torch.randn_like(self.lse) for _ in range(3))
-        inputs, tangents = Inputs(q, k, v, *(None,) * 8), Tangents(tq, tk, tv, None, None)
+        inputs, tangents = Operands(q, k, v, *(None,) * 8), TangentOperands(tq, tk, tv, None, None)
         second = second_order.second_order_of(inputs, tangents, dout, out, 0, self.options)
         common = (inputs, tangents, self.lse, dout, mean, delta, zeta)
         if kernel == "dkdv":

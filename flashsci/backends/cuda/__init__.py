@@ -138,7 +138,7 @@ def prepared_forward(
         return general
     weighted = tensors.key_weight is not None
     options = *_options(scalars), generation, weighted
-    return prepared.Forward(library.handle, tensors, options, general)
+    return prepared.PreparedForward(library.handle, tensors, options, general)
 
 
 def backward(
@@ -188,7 +188,7 @@ def prepared_backward(
     weighted = saved.tensors.key_weight is not None
     options = *_options(scalars), scalars.deterministic, generation, weighted
     by_pairs = takes_pairs(saved.tensors, scalars, generation) and dout is not None
-    return prepared.Backward(library.handle, dout, dlse, saved, need, options, general, by_pairs)
+    return prepared.PreparedBackward(library.handle, dout, dlse, saved, need, options, general, by_pairs)
 
 
 def _restricted_to(generation: int) -> SimpleNamespace:

@@ -82,10 +82,10 @@ def unobserved() -> Iterator[None]:
         yield
 
 
-def device_of(device: torch.device) -> rehearsal.Device:
+def device_of(device: torch.device) -> rehearsal.DescribedDevice:
     """The properties of a tensor's device; elsewhere than on a GPU of this machine those of Hopper."""
     real = device.type == "cuda" and torch.cuda.is_available()
-    return rehearsal.Device.of(device) if real else rehearsal.H100
+    return rehearsal.DescribedDevice.of(device) if real else rehearsal.H100
 
 
 def _describe(*tensors: Tensor | None) -> _Described:

@@ -90,7 +90,7 @@ def _discarded(device: torch.device) -> Tensor:
     return torch.empty(MOST_DISCARDED, dtype=torch.float32, device=device)
 
 
-class Forward:
+class PreparedForward:
     """A function that computes out, lse of tensors of one signature."""
 
     __slots__ = (
@@ -125,7 +125,7 @@ class Forward:
         self.general = general
         self.discarded: Tensor | None = None
 
-    def without_lse(self) -> Forward:
+    def without_lse(self) -> PreparedForward:
         """The same for callers that do not read the lse: a small lse has no memory of its own."""
         shape, _ = self.lse
         # Memory that is allocated during the capture of a graph belongs to the graph.
@@ -136,7 +136,7 @@ class Forward:
         other.discarded = _discarded(self.single.device)
         return other
 
-    def at_addresses(self, raised: Callable[[Given], Tensors]) -> Forward:
+    def at_addresses(self, raised: Callable[[Given], Tensors]) -> PreparedForward:
         """The same for tensors from which ``raised`` makes views: the library reads addresses, and strides that it
         keeps."""
         other, general = copy.copy(self), self.general
@@ -168,7 +168,7 @@ class Forward:
         return self.general(tensors)
 
 
-class Backward:
+class PreparedBackward:
     """A function that computes dq, dk, dv, dbias, dkey_weight of tensors of one signature, None for those not
     needed."""
 

@@ -17,7 +17,7 @@ from flashsci.call.ops import Saved, Scalars, Tensors
 from flashsci.call.paged_ops import PagedScalars, PagedTensors
 
 
-class Device(NamedTuple):
+class DescribedDevice(NamedTuple):
     """The properties of a GPU that decide what launchers do."""
 
     capability: int  # 90 for 9.0
@@ -26,7 +26,7 @@ class Device(NamedTuple):
     shared_per_block: int  # bytes of it that one block may have
 
     @classmethod
-    def of(cls, device: torch.device) -> Device:
+    def of(cls, device: torch.device) -> DescribedDevice:
         """The properties of a CUDA device of this machine."""
         found: Any = torch.cuda.get_device_properties(device)
         return cls(
@@ -37,14 +37,14 @@ class Device(NamedTuple):
         )
 
 
-T4 = Device(75, 40, 64 << 10, 64 << 10)
-A100 = Device(80, 108, 164 << 10, 163 << 10)
-H100 = Device(90, 132, 228 << 10, 227 << 10)  # and H200
+T4 = DescribedDevice(75, 40, 64 << 10, 64 << 10)
+A100 = DescribedDevice(80, 108, 164 << 10, 163 << 10)
+H100 = DescribedDevice(90, 132, 228 << 10, 227 << 10)  # and H200
 
 Kernels = tuple[str, ...]
 
 
-def forward_kernels(tensors: Tensors, scalars: Scalars, device: Device, generation: int = 0) -> Kernels | None:
+def forward_kernels(tensors: Tensors, scalars: Scalars, device: DescribedDevice, generation: int = 0) -> Kernels | None:
     """The kernels that compute out and lse; () if there is no score; None if no kernel takes the call.
 
     Args:
@@ -65,7 +65,7 @@ def backward_kernels(
     dlse: Tensor | None,
     saved: Saved,
     need: int,
-    device: Device,
+    device: DescribedDevice,
     generation: int = 0,
 ) -> Kernels | None:
     """The kernels that compute the gradients named by ``need`` (:data:`flashsci.call.ops.NEED_Q`, ...), as :func:`forward_kernels`."""
@@ -78,13 +78,13 @@ def backward_kernels(
 
 
 def paged_kernels(
-    tensors: PagedTensors, out: Tensor, scalars: PagedScalars, device: Device, generation: int = 0
+    tensors: PagedTensors, out: Tensor, scalars: PagedScalars, device: DescribedDevice, generation: int = 0
 ) -> Kernels | None:
     """The kernels of a paged call; as :func:`forward_kernels`."""
     return _asked("cuda_paged_attention_kernels", *tensors, out, *scalars, generation, *device)
 
 
-def fp8_kernels(tensors: FP8Tensors, scalars: FP8Scalars, device: Device) -> Kernels | None:
+def fp8_kernels(tensors: FP8Tensors, scalars: FP8Scalars, device: DescribedDevice) -> Kernels | None:
     """The kernels of a call on 8-bit floats; as :func:`forward_kernels`."""
     *options, out_dtype, _ = scalars
     is_fp16 = out_dtype == torch.float16

@@ -22,7 +22,7 @@ from flashsci.compat.flash_attn.pages import attend_pages, check_pages
 from flashsci.compat.flash_attn.refusals import refuse
 from flashsci.compat.flash_attn.scalars import options_of
 
-Forward = tuple[Tensor, Tensor, None, Tensor]
+ForwardResults = tuple[Tensor, Tensor, None, Tensor]
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def _flash_attn_forward(
     softcap: float,
     alibi_slopes: Tensor | None,
     return_softmax: bool,
-) -> Forward:
+) -> ForwardResults:
     """Attention of q ``[B, Sq, Hq, D]``, k and v ``[B, Sk, Hk, .]``.
 
     Returns:
@@ -79,7 +79,7 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
-) -> Forward:
+) -> ForwardResults:
     """:func:`_flash_attn_forward` of packed sequences: out ``[Tq, Hq, Dv]``, lse ``[Hq, Tq]``.
 
     Args:

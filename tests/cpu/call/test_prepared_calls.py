@@ -123,7 +123,7 @@ def test_parameters_are_those_of_the_c_functions(name):
 @pytest.mark.parametrize("heads_last", [False, True])
 def test_forward_gives_every_call_its_own_addresses(made, heads_last):
     library, first, second = Library(True), tensors(True, heads_last), tensors(True, heads_last)
-    run = prepared.Forward(library, first, ("options",), never)
+    run = prepared.PreparedForward(library, first, ("options",), never)
     out, lse = run(second)
     (call,) = library.calls
     q, k, v, bias, _, mask, *_ = second
@@ -145,7 +145,7 @@ def test_backward_gives_every_call_its_own_addresses(made, need):
     library, first, second = Library(True), tensors(heads_last=True), tensors(heads_last=True)
     out, lse, dout = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5), torch.randn(2, 3, 5, 8)
     saved = Saved(first, out, lse, SCALARS)
-    run = prepared.Backward(library, dout, None, saved, need, ("options",), never)
+    run = prepared.PreparedBackward(library, dout, None, saved, need, ("options",), never)
     found = run(dout, None, second, out, lse)
     (call,) = library.calls
     q, k, v, bias, *_ = second
@@ -173,11 +173,11 @@ def test_key_weights_are_in_the_place_of_a_bias(made, need):
     """Theirs is the fifth gradient, in their own shape."""
     given = lambda: tensors()._replace(bias=None, key_weight=torch.rand(2, 1, 5))  # noqa: E731
     library, first, second = Library(True), given(), given()
-    out, lse = prepared.Forward(library, first, ("options",), never)(second)
+    out, lse = prepared.PreparedForward(library, first, ("options",), never)(second)
     weights = made["cuda_prepared_forward"][3]
     assert weights.shape == (2, 1, 1, 5) and address(weights) == address(first.key_weight)
     saved = Saved(first, out, lse, SCALARS)
-    run = prepared.Backward(library, out, None, saved, need, ("options",), never)
+    run = prepared.PreparedBackward(library, out, None, saved, need, ("options",), never)
     *rows, dbias, dweights = run(out, None, second, out, lse)
     assert all(call["bias"] == address(second.key_weight) for call in library.calls)
     assert dbias is None and library.calls[-1]["dbias"] == address(dweights)
@@ -188,7 +188,7 @@ def test_key_weights_are_in_the_place_of_a_bias(made, need):
 
 def test_a_small_lse_that_nobody_reads_has_no_memory_of_its_own(made):
     library, given = Library(True), tensors()
-    run = prepared.Forward(library, given, ("options",), never)
+    run = prepared.PreparedForward(library, given, ("options",), never)
     discarding = run.without_lse()
     for x in (given, tensors()):
         out, _ = discarding(x)
@@ -198,17 +198,17 @@ def test_a_small_lse_that_nobody_reads_has_no_memory_of_its_own(made):
         _, lse = run(given)
         assert library.calls[-1]["lse"] == address(lse) != address(prepared._discarded(lse.device))
     rows = torch.zeros(1, 1, prepared.MOST_DISCARDED + 1, 8)
-    long = prepared.Forward(library, Tensors(rows, rows, rows), (), never)
+    long = prepared.PreparedForward(library, Tensors(rows, rows, rows), (), never)
     assert long.without_lse() is long
 
 
 def test_what_the_library_refuses_is_left_to_the_op(made):
     """Its message is the op's; results of the refused attempt are not used."""
     library, given = Library(False), tensors()
-    run = prepared.Forward(library, given, (), lambda x: ("general", x))
+    run = prepared.PreparedForward(library, given, (), lambda x: ("general", x))
     assert run(given) == ("general", given)
     saved = Saved(given, given.q, torch.zeros(2, 3, 5), SCALARS)
-    run = prepared.Backward(library, given.q, None, saved, 15, (), lambda *x: ("general", *x))
+    run = prepared.PreparedBackward(library, given.q, None, saved, 15, (), lambda *x: ("general", *x))
     assert run(given.q, None, given, given.q, saved.lse)[0] == "general"
     assert len(library.calls) == 2
 
@@ -219,22 +219,22 @@ def test_what_is_not_prepared(monkeypatch, made):
     monkeypatch.setattr(cuda.library, "handle", Library(True))
     monkeypatch.setattr(cuda.library, "fills_results", lambda: False)
     given = tensors()
-    assert isinstance(cuda.prepared_forward(given, SCALARS), prepared.Forward)
+    assert isinstance(cuda.prepared_forward(given, SCALARS), prepared.PreparedForward)
     empty = given._replace(k=given.k[:, :, :0], v=given.v[:, :, :0], bias=given.bias[..., :0])
     for other in (empty, given._replace(q=given.q[:, :, :0]), given._replace(key_weight=given.q[..., 0])):
-        assert not isinstance(cuda.prepared_forward(other, SCALARS), prepared.Forward)
-    assert not isinstance(cuda.prepared_forward(given, SCALARS._replace(dropout_p=0.5)), prepared.Forward)
+        assert not isinstance(cuda.prepared_forward(other, SCALARS), prepared.PreparedForward)
+    assert not isinstance(cuda.prepared_forward(given, SCALARS._replace(dropout_p=0.5)), prepared.PreparedForward)
 
     def backward(dout, out, lse, tensors=given):
         return cuda.prepared_backward(dout, None, Saved(tensors, out, lse, SCALARS), 7)
 
     out, lse = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5)
     columns = torch.randn(2, 3, 8, 5).transpose(-1, -2)
-    assert isinstance(backward(out, out, lse), prepared.Backward)
-    assert isinstance(backward(None, out, lse), prepared.Backward)
+    assert isinstance(backward(out, out, lse), prepared.PreparedBackward)
+    assert isinstance(backward(None, out, lse), prepared.PreparedBackward)
     for other in ((columns, out, lse), (out, columns, lse), (out, out, torch.randn(2, 5, 3).transpose(1, 2))):
-        assert not isinstance(backward(*other), prepared.Backward)
-    assert not isinstance(backward(out, out, lse, empty), prepared.Backward)
+        assert not isinstance(backward(*other), prepared.PreparedBackward)
+    assert not isinstance(backward(out, out, lse, empty), prepared.PreparedBackward)
     monkeypatch.setattr(cuda.library, "fills_results", lambda: True)
-    assert not isinstance(backward(out, out, lse), prepared.Backward)
-    assert not isinstance(cuda.prepared_forward(given, SCALARS), prepared.Forward)
+    assert not isinstance(backward(out, out, lse), prepared.PreparedBackward)
+    assert not isinstance(cuda.prepared_forward(given, SCALARS), prepared.PreparedForward)

@@ -605,7 +605,7 @@ def test_gradients_are_chosen_by_the_whole_call(monkeypatch, name):
     monkeypatch.setattr(
         differentiate,
         "gradients",
-        lambda choice, problem, strides: seen.append(problem) or gradients.Kernels(choice.forward),
+        lambda choice, problem, strides: seen.append(problem) or gradients.GradientKernels(choice.forward),
     )
     differentiate._gradients_of.cache_clear()
     differentiate._gradient_backend(gradients.named("cuda"), backends.kernels("cuda"), saved, 7)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from flashsci.check import machine_code, workers
-from flashsci.check.machine_code import Finding, flow, kernels, undefined_reads
+from flashsci.check.machine_code import UndefinedRead, flow, kernels, undefined_reads
 from flashsci.check.tally import Tally
 from flashsci.testing import Case, Variant
 
@@ -60,7 +60,7 @@ def test_descriptors_take_their_registers():
 
 def test_a_kernel_with_such_a_read_fails_its_cases(monkeypatch):
     """Once, in the process that compiled it."""
-    found = [Finding("paged_kernel", "20a0", "UIADD3 UR20, UP0, UR20, 0x40, URZ", "UR20")]
+    found = [UndefinedRead("paged_kernel", "20a0", "UIADD3 UR20, UP0, UR20, 0x40, URZ", "UR20")]
     monkeypatch.setattr(machine_code, "triton_cubins", lambda: {"hash": b"cubin"})
     monkeypatch.setattr(machine_code, "undefined_in", lambda cubin: found)
     monkeypatch.setattr(workers, "_seen", set())

@@ -11,8 +11,8 @@ import torch
 from flashsci.distributed.call import from_text
 from flashsci.distributed.cost import (
     STRATEGIES,
+    CallSizes,
     Machine,
-    Sizes,
     choose,
     hides_quiet,
     planned,
@@ -21,7 +21,7 @@ from flashsci.distributed.cost import (
 from flashsci.distributed.layout import Layout
 from flashsci.distributed.pieces import Band, Piece, joined, pieces
 
-SIZES = Sizes(batch=1, heads_q=16, heads_k=8, head_dim=128, head_dim_v=128, itemsize=2)
+SIZES = CallSizes(batch=1, heads_q=16, heads_k=8, head_dim=128, head_dim_v=128, itemsize=2)
 
 
 def visible(total_q: int, total_k: int, band: Band) -> torch.Tensor:

@@ -15,7 +15,7 @@ from flashsci.distributed.layout import Layout
 from tests.support.distributed_calls import part
 from tests.support.emulated_ranks import World, settled
 
-SIZES = cost.Sizes(batch=2, heads_q=4, heads_k=2, head_dim=8, head_dim_v=8, itemsize=4)
+SIZES = cost.CallSizes(batch=2, heads_q=4, heads_k=2, head_dim=8, head_dim_v=8, itemsize=4)
 
 
 def call(seq, layout, strategy, options, world, mesh):

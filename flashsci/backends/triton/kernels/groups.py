@@ -9,7 +9,7 @@ or multiples of 16.
 from typing import Any, NamedTuple
 
 
-class Inputs(NamedTuple):
+class Operands(NamedTuple):
     """flashsci.call.ops.Tensors: tensors on the host, pointers in a kernel. None for tensors that a call does not have."""
 
     q: Any
@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     alibi_slopes: Any
 
 
-class Tangents(NamedTuple):
+class TangentOperands(NamedTuple):
     """Tangents of the inputs of these names, see tangents.py. None: zero."""
 
     q: Any

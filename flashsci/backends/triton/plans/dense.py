@@ -68,7 +68,7 @@ def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | N
     return "tf32x3" if precision == "default" else precision
 
 
-class Plan:
+class DensePlan:
     """The values that the launches of one kind of call share. Made by `plan`."""
 
     def __init__(self, device, dtype, shapes, strides, bias, weight, mask, alibi, sequences, longest, ragged, scale, softcap,
@@ -86,8 +86,8 @@ class Plan:
         self.varlen, self.sequences = sequences >= 0, sequences
         self.empty = self.batch * self.heads * self.size_q * self.size_k == 0
         self.launches: dict[tuple, Launch] = {}
-        self.prepared: Forward | None = None
-        self.backwards: dict[int, Backward] = {}  # by what they need
+        self.prepared: ForwardLaunches | None = None
+        self.backwards: dict[int, BackwardLaunches] = {}  # by what they need
         self.second_orders: dict[tuple, object] = {}  # second_order.py's, by layout of two tangents
         # Typical lengths, which decide the tiles; those of varlen sequences vary about the mean.
         self.lengths = self.size_q, self.size_k
@@ -358,11 +358,11 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(*key) -> Plan:
-    return Plan(*key)
+def plan(*key) -> DensePlan:
+    return DensePlan(*key)
 
 
-def plan_of(strided, inputs: tuple, longest: int, options) -> Plan:
+def plan_of(strided, inputs: tuple, longest: int, options) -> DensePlan:
     """The plan for these inputs (in the order of Inputs). strided: q, k, v, then other tensors with rows whose
     strides matter."""
     q, k, v, bias, weight, mask, cu_seqlens_q, _, bias_offsets, _, alibi = inputs
@@ -393,10 +393,10 @@ def rows_like(x) -> tuple:
     return x.shape, empty_like_layout(x, x.shape).stride()
 
 
-class Forward:
+class ForwardLaunches:
     """A function that computes out, lse of tensors of one signature: it allocates memory for them and launches."""
 
-    def __init__(self, p: Plan, tensors: Tensors):
+    def __init__(self, p: DensePlan, tensors: Tensors):
         q, _, v = tensors[:3]
         out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
         self.out, self.lse = (out.shape, out.stride()), q.shape[:-1]
@@ -412,16 +412,16 @@ class Forward:
             self.run(tuple(tensors), out, lse)
         return out, lse
 
-    def at_addresses(self, raised) -> "Forward":
+    def at_addresses(self, raised) -> "ForwardLaunches":
         """The same for tensors from which `raised` makes views: kernels read addresses, and strides of the plan."""
         return self
 
 
-class Backward:
+class BackwardLaunches:
     """A function that computes dq, dk, dv, dbias, dweight of tensors of one signature, None where `need` does not
     name them."""
 
-    def __init__(self, p: Plan, tensors: Tensors, need: int):
+    def __init__(self, p: DensePlan, tensors: Tensors, need: int):
         q, k, v, bias, weight = tensors[:5]
         self.plan, self.need = p, need
         self.rows = [rows_like(x) if need & bit else None for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))]
@@ -487,22 +487,22 @@ def rows_of(x, out):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def prepared_forward(tensors: Tensors, scalars: Scalars) -> Forward:
+def prepared_forward(tensors: Tensors, scalars: Scalars) -> ForwardLaunches:
     """A prepared forward. Longest lengths are not needed, and all kernels are deterministic."""
     _, _, *options, _ = scalars
     p = plan_of(tensors[:3], tuple(tensors), 0, options)
     if p.prepared is None:
-        p.prepared = Forward(p, tensors)
+        p.prepared = ForwardLaunches(p, tensors)
     return p.prepared
 
 
-def prepared_backward(dout, saved: Saved, need: int) -> Backward:
+def prepared_backward(dout, saved: Saved, need: int) -> BackwardLaunches:
     tensors, out, _, scalars = saved
     max_seqlen_q, max_seqlen_k, *options, _ = scalars
     longest = longest_class(max_seqlen_q, max_seqlen_k)
     p = plan_of((*tensors[:3], rows_of(dout, out), rows_of(out, out)), tuple(tensors), longest, options)
     if need not in p.backwards:
-        p.backwards[need] = Backward(p, tensors, need)
+        p.backwards[need] = BackwardLaunches(p, tensors, need)
     return p.backwards[need]
 
 

@@ -20,7 +20,7 @@ from flashsci.backends.triton.kernels.fp8 import (
     ScaleStrides,
     fp8_kernel,
 )
-from flashsci.backends.triton.kernels.groups import Chunks, Features, Inputs, Schedule
+from flashsci.backends.triton.kernels.groups import Chunks, Features, Operands, Schedule
 from flashsci.backends.triton.kernels.scores import ABSENT
 from flashsci.backends.triton.launcher import Device, Launch, device_of
 from flashsci.backends.triton.plans.paged import unbounded, vector_of
@@ -76,7 +76,7 @@ def scale_strides(scale: Tensor | None, x: Tensor, sequences: int) -> ScaleStrid
     return ScaleStrides(*(0,) * (3 - len(outer)), *outer, block, rows, 0)
 
 
-class Plan:
+class FP8Plan:
     """The values that the launch of one kind of call needs."""
 
     def __init__(self, device, out_dtype, q_shape, k_shape, dim_v, strides, scales, sequences, scalars):
@@ -119,7 +119,7 @@ class Plan:
         })  # fmt: skip
 
 
-class Call:
+class FP8Launch:
     """A checked call, and its plan."""
 
     def __init__(self, given: FP8Tensors, scalars: FP8Scalars):
@@ -128,7 +128,7 @@ class Call:
         self.as_given = all(map(is_, given, tensors))
         q, k, v, *scales, _, _ = tensors
         out, _ = fp8_ops.empty_results(tensors, scalars)
-        self.plan = Plan(
+        self.plan = FP8Plan(
             device_of(q.device),
             out.dtype,
             tuple(q.shape),
@@ -146,18 +146,18 @@ def attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]
     key = kinds(*tensors), scalars
     call = _calls.get(key)
     if call is None:
-        call = remember(_calls, key, Call(tensors, scalars))
+        call = remember(_calls, key, FP8Launch(tensors, scalars))
     if not call.as_given:
         tensors = fp8_checks.as_kernels_read(tensors)
     q, k, v, *scales, cu_seqlens_q, cu_seqlens_k = tensors
     out, lse = fp8_ops.empty_results(tensors, scalars)
     if call.plan.empty:
         return out.zero_(), lse.fill_(-torch.inf)
-    inputs = Inputs(q, k, v, *(None,) * 3, cu_seqlens_q, cu_seqlens_k, *(None,) * 3)
+    inputs = Operands(q, k, v, *(None,) * 3, cu_seqlens_q, cu_seqlens_k, *(None,) * 3)
     call.plan.launch(tuple(inputs), *scales, out, lse if scalars.return_lse else None)
     return out, lse
 
 
-_calls: dict[tuple, Call] = {}
+_calls: dict[tuple, FP8Launch] = {}
 _KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
 OP = fp8_ops.define("triton", attention, _KEYS)

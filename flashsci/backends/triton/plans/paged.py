@@ -103,7 +103,7 @@ def unbounded(side: int) -> int:
     return UNBOUNDED if side < 0 else min(side, UNBOUNDED)
 
 
-class Plan:
+class PagedPlan:
     """The values that the launches of one kind of call share."""
 
     def __init__(
@@ -172,7 +172,7 @@ class Plan:
         })  # fmt: skip
 
 
-class Call:
+class PagedLaunches:
     """A call that is checked except for shared memory, and its plan."""
 
     def __init__(self, given: PagedTensors, out: Tensor, scalars: PagedScalars):
@@ -181,7 +181,7 @@ class Call:
         q, k, v, table, _, _, _, k_scale, v_scale = tensors
         self.as_given = all(map(is_, given, tensors))
         self.spans = memory.Spans(out, given)
-        self.plan = Plan(
+        self.plan = PagedPlan(
             device_of(q.device), q.dtype, k.dtype, tuple(q.shape), tuple(k.shape), v.shape[-1], tuple(table.shape),
             (q.stride()[:2], k.stride()[:3], v.stride()[:3], out.stride()[:2]),
             tuple((0, 0) if s is None else s.stride() for s in (k_scale, v_scale)), scalars,
@@ -193,7 +193,7 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tens
     key = kinds(*tensors, out), scalars
     call = _calls.get(key)
     if call is None:
-        call = remember(_calls, key, Call(tensors, out, scalars))
+        call = remember(_calls, key, PagedLaunches(tensors, out, scalars))
     if call.spans.cross(out, tensors):
         paged_checks.attention_apart(tensors, out)
     if not call.as_given:
@@ -279,7 +279,7 @@ def write_kv_cache(
 
 
 LIMITS = paged_checks.KERNELS
-_calls: dict[tuple, Call] = {}
+_calls: dict[tuple, PagedLaunches] = {}
 _writes: dict[tuple, Write] = {}
 _KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
 OPS = paged_ops.define("triton", attention, write_kv_cache, _KEYS)

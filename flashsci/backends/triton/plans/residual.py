@@ -14,14 +14,14 @@ from flashsci.backends.triton.kernels.residual_backward import (
 )
 from flashsci.backends.triton.kernels.residual_forward import residual_forward_kernel
 from flashsci.backends.triton.launcher import Launch
-from flashsci.backends.triton.plans.dense import Plan, plan_of, rows_of
+from flashsci.backends.triton.plans.dense import DensePlan, plan_of, rows_of
 from flashsci.backends.triton.plans.strides import plane_strides, strides4
 from flashsci.call import residual_ops
 from flashsci.call.op_checks import shapes
 from flashsci.call.residual_ops import (
     MAX_HEAD_DIM,
-    Kernels,
     ResidualCall,
+    ResidualKernels,
     empty_gradients,
     empty_results,
     scores_dtype,
@@ -105,7 +105,7 @@ def tiles(
 class Launches:
     """The launches for tensors of one signature."""
 
-    def __init__(self, plan: Plan, call: ResidualCall):
+    def __init__(self, plan: DensePlan, call: ResidualCall):
         self.plan = plan
         d, v = plan.arguments["D"], plan.arguments["V"]
         self.width = max(d.W0 + d.W1, v.W0 + v.W1)
@@ -161,7 +161,7 @@ def inputs_of(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor
     return q, k, v, bias, None, None, None, None, None, seed, None
 
 
-def plan_for(call: ResidualCall, *more: Tensor) -> Plan:
+def plan_for(call: ResidualCall, *more: Tensor) -> DensePlan:
     """The plan of a call. more: further tensors with rows."""
     _, _, *options, _ = call.scalars
     return plan_of((*call[:3], *more), inputs_of(*call[:5]), 0, options)
@@ -182,10 +182,10 @@ def room(shape, stride, dtype, device) -> Tensor:
     )
 
 
-class Forward:
+class ResidualForward:
     """A function that computes out, lse, scores of tensors of one signature."""
 
-    def __init__(self, plan: Plan, call: ResidualCall):
+    def __init__(self, plan: DensePlan, call: ResidualCall):
         *self.rows, self.scores = (alike(x) for x in empty_results(call))
         self.empty, self.launches = plan.empty, Launches(plan, call)
         self.runs: dict[int, Launch] = {}  # by the pieces of the bias
@@ -206,11 +206,11 @@ class Forward:
         return out, lse, scores
 
 
-class Backward:
+class ResidualBackward:
     """A function that computes dq, dk, dv and the gradient of the whole scores (None unless wanted) for one
     signature."""
 
-    def __init__(self, plan: Plan, call: ResidualCall, need_bias: bool):
+    def __init__(self, plan: DensePlan, call: ResidualCall, need_bias: bool):
         dq, dk, dv, change = empty_gradients(call, True)
         self.rows = [alike(x) for x in (dq, dk, dv)]
         self.change, self.need_bias = alike(change), need_bias
@@ -250,19 +250,19 @@ class Backward:
         return room(*self.change).copy_(x)
 
 
-def forward_of(call: ResidualCall) -> Forward:
+def forward_of(call: ResidualCall) -> ResidualForward:
     plan = plan_for(call)
     key = "residual forward", scores_dtype(call.q, call.bias)
     if key not in plan.launches:
-        plan.launches[key] = Forward(plan, call)
+        plan.launches[key] = ResidualForward(plan, call)
     return plan.launches[key]
 
 
-def backward_of(dout: Tensor, call: ResidualCall, out: Tensor, need_bias: bool) -> Backward:
+def backward_of(dout: Tensor, call: ResidualCall, out: Tensor, need_bias: bool) -> ResidualBackward:
     plan = plan_for(call, dout, out)
     key = "residual backward", scores_dtype(call.q, call.bias), need_bias
     if key not in plan.launches:
-        plan.launches[key] = Backward(plan, call, need_bias)
+        plan.launches[key] = ResidualBackward(plan, call, need_bias)
     return plan.launches[key]
 
 
@@ -273,7 +273,7 @@ class Prepared:
         call = checked(call)
         self.options = call[5:]
         self.forward = forward_of(call)
-        self.backwards: dict[tuple, Backward] = {}
+        self.backwards: dict[tuple, ResidualBackward] = {}
 
     def backward(self, dout, dscores, tensors, out, lse, scores, need_bias: bool):
         """A function that computes the gradients of plain tensors like these, with any strides: hooks of saved
@@ -334,4 +334,4 @@ def backward(dout, dscores, call: ResidualCall, out, lse, scores, need_bias: boo
 
 
 _KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
-OPS = residual_ops.define("triton", Kernels(forward, backward, Prepared), _KEYS)
+OPS = residual_ops.define("triton", ResidualKernels(forward, backward, Prepared), _KEYS)

@@ -20,7 +20,7 @@ from flashsci.backends.triton.plans.bias import (
     bias_route,
     reduce_to,
 )
-from flashsci.backends.triton.plans.dense import Plan, longest_class, plan_of
+from flashsci.backends.triton.plans.dense import DensePlan, longest_class, plan_of
 from flashsci.backends.triton.plans.strides import (
     NO_STRIDES,
     plane_strides,
@@ -48,10 +48,10 @@ def inner(x):
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-class SecondOrder:
+class SecondOrderLaunches:
     """The launches of one plan for one layout of the tangents of bias and key weights."""
 
-    def __init__(self, plan: Plan, tbias, tweight):
+    def __init__(self, plan: DensePlan, tbias, tweight):
         self.plan = plan
         self.launches: dict = {}
         self.small = tilings.double_backward_small_config(plan.device.capability, plan.dtype, plan.width, plan.longest)
@@ -142,7 +142,7 @@ class SecondOrder:
         return self.launches["bias"]
 
 
-def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondOrder:
+def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondOrderLaunches:
     """The launches for these tensors (in the order of Inputs and Tangents). An absent tangent or dout has the layout
     of its tensor."""
     q, k, v = inputs[:3]
@@ -154,7 +154,7 @@ def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondO
         None if tweight is None else (tweight.shape, tweight.stride()),
     )
     if key not in plan.second_orders:
-        plan.second_orders[key] = SecondOrder(plan, *key)
+        plan.second_orders[key] = SecondOrderLaunches(plan, *key)
     return plan.second_orders[key]
 
 
