@@ -52,7 +52,7 @@ print(json.dumps({"reasons": reasons, "build": cuda.build_info(), "stale": cuda.
 
 
 @dataclass(frozen=True)
-class Finding:
+class Part:
     """One line of the report. `advice` says how to get a missing part; None if nothing is missing."""
 
     what: str
@@ -82,62 +82,62 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def system() -> list[Finding]:
-    return [Finding("system", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} cores")]
+def system() -> list[Part]:
+    return [Part("system", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} cores")]
 
 
-def python() -> list[Finding]:
+def python() -> list[Part]:
     where = f"{platform.python_version()} at {sys.executable}"
     old = sys.version_info < (3, 10)
-    return [Finding("python", where, "flashsci needs Python 3.10 or newer" if old else None)]
+    return [Part("python", where, "flashsci needs Python 3.10 or newer" if old else None)]
 
 
-def torch() -> list[Finding]:
+def torch() -> list[Part]:
     if not importlib.util.find_spec("torch"):
-        return [Finding("torch", "not installed", "pip install 'torch>=2.10'")]
+        return [Part("torch", "not installed", "pip install 'torch>=2.10'")]
     try:
         found = _python(_TORCH_PROBE)
     except (RuntimeError, subprocess.TimeoutExpired, ValueError) as error:
-        return [Finding("torch", f"installed, but broken: {error}", "pip install --force-reinstall torch")]
+        return [Part("torch", f"installed, but broken: {error}", "pip install --force-reinstall torch")]
     build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU build"
     old = tuple(int(x) for x in found["version"].split(".")[:2]) < (2, 10)
     findings = [
-        Finding(
+        Part(
             "torch",
             f"{found['version']} ({build})",
             "flashsci needs torch >= 2.10" if old else None,
         )
     ]
     if found["gpus"]:
-        findings += [Finding(f"GPU {i}", gpu) for i, gpu in enumerate(found["gpus"])]
+        findings += [Part(f"GPU {i}", gpu) for i, gpu in enumerate(found["gpus"])]
     elif not found["cuda"] and shutil.which("nvidia-smi"):
         findings.append(
-            Finding(
+            Part(
                 "GPU",
                 "there is a driver, but this torch cannot use it",
                 "install a CUDA build of torch",
             )
         )
     else:
-        findings.append(Finding("GPU", "none that torch can use"))
+        findings.append(Part("GPU", "none that torch can use"))
     return findings
 
 
-def driver() -> list[Finding]:
+def driver() -> list[Part]:
     if not shutil.which("nvidia-smi"):
-        return [Finding("driver", "no nvidia-smi: the fused kernels need an NVIDIA GPU and its driver")]
+        return [Part("driver", "no nvidia-smi: the fused kernels need an NVIDIA GPU and its driver")]
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    return [Finding("driver", line) for line in _run(query).splitlines()]
+    return [Part("driver", line) for line in _run(query).splitlines()]
 
 
-def triton() -> list[Finding]:
+def triton() -> list[Part]:
     if not importlib.util.find_spec("triton"):
-        return [Finding("triton", "not installed", "pip install 'triton>=3.6' (Linux)")]
+        return [Part("triton", "not installed", "pip install 'triton>=3.6' (Linux)")]
     version = _python("import json, triton; print(json.dumps(triton.__version__))")
-    return [Finding("triton", version)]
+    return [Part("triton", version)]
 
 
-def compilers() -> list[Finding]:
+def compilers() -> list[Part]:
     findings = []
     for name, advice in (
         (
@@ -150,15 +150,15 @@ def compilers() -> list[Finding]:
     ):
         path = shutil.which(name)
         if not path:
-            findings.append(Finding(name, "not found", advice))
+            findings.append(Part(name, "not found", advice))
             continue
         lines = [line for line in _run([path, "--version"]).splitlines() if line.strip()]
         release = next((line for line in lines if "release" in line), lines[0])
-        findings.append(Finding(name, f"{release.strip()} at {path}"))
+        findings.append(Part(name, f"{release.strip()} at {path}"))
     return findings
 
 
-def extras() -> list[Finding]:
+def extras() -> list[Part]:
     findings = []
     for extra, needs in (
         ("cli", ("typer", "rich")),
@@ -168,25 +168,25 @@ def extras() -> list[Finding]:
         have = {name: _installed(name) for name in needs}
         lacking = [name for name, version in have.items() if version is None]
         text = ", ".join(f"{name} {version or 'missing'}" for name, version in have.items())
-        findings.append(Finding(f"extra [{extra}]", text, f"pip install 'flashsci[{extra}]'" if lacking else None))
+        findings.append(Part(f"extra [{extra}]", text, f"pip install 'flashsci[{extra}]'" if lacking else None))
     return findings
 
 
-def backends() -> list[Finding]:
+def backends() -> list[Part]:
     found = _python(_BACKENDS_PROBE)
-    findings = [Finding(f"backend {name}", reason or "ready") for name, reason in found["reasons"].items()]
+    findings = [Part(f"backend {name}", reason or "ready") for name, reason in found["reasons"].items()]
     if build := found["build"]:
         archs = ", ".join(f"sm_{arch}" for arch in build["archs"])
         text = f"{archs}, by nvcc {build['nvcc']}, tile preset {build['tile_preset']}"
-        findings.append(Finding("CUDA build", text, found["stale"]))
+        findings.append(Part("CUDA build", text, found["stale"]))
     return findings
 
 
-def variables() -> list[Finding]:
-    return [Finding(name, os.environ[name]) for name in VARIABLES if name in os.environ]
+def variables() -> list[Part]:
+    return [Part(name, os.environ[name]) for name in VARIABLES if name in os.environ]
 
 
-PROBES: tuple[Callable[[], list[Finding]], ...] = (
+PROBES: tuple[Callable[[], list[Part]], ...] = (
     system,
     python,
     torch,
@@ -199,14 +199,14 @@ PROBES: tuple[Callable[[], list[Finding]], ...] = (
 )
 
 
-def collect() -> list[Finding]:
+def collect() -> list[Part]:
     """Every finding. A probe that fails says so in its own line and does not affect the others."""
-    findings = [Finding("flashsci", _installed("flashsci") or "not installed (running from the source tree)")]
+    findings = [Part("flashsci", _installed("flashsci") or "not installed (running from the source tree)")]
     for probe in PROBES:
         try:
             findings += probe()
         except Exception as error:  # a report on a broken machine must appear in every case
-            findings.append(Finding(probe.__name__, f"could not be found out: {error}"))
+            findings.append(Part(probe.__name__, f"could not be found out: {error}"))
     return findings
 
 

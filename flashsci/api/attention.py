@@ -25,7 +25,7 @@ from flashsci.call.plans import (
     signature,
 )
 from flashsci.call.problem import facts, has_inner_heads, sums_bias
-from flashsci.call.tracing import (
+from flashsci.call.torch_state import (
     autocast,
     hides_sizes,
     is_traced,

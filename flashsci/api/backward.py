@@ -21,7 +21,7 @@ from flashsci.call.ops import (
     Tensors,
     with_rank,
 )
-from flashsci.call.tracing import is_recorded, transforming
+from flashsci.call.torch_state import is_recorded, transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.backends import ATTENTION
 from flashsci.choice.choose import decide, recorded_reference

@@ -23,7 +23,7 @@ from flashsci.call.ops import Tensors
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.plans import gradients
 from flashsci.call.problem import problem_of
-from flashsci.call.tracing import autocast, transforming
+from flashsci.call.torch_state import autocast, transforming
 from flashsci.choice import choose, explanation
 from flashsci.choice.backends import FORWARD_OF_CUDA, requested
 from flashsci.choice.gradients import BY_RULES, by_rules, named

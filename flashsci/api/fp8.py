@@ -10,7 +10,7 @@ from torch import Tensor
 from flashsci.call import arguments, transforms
 from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
 from flashsci.call.problem import facts
-from flashsci.call.tracing import count_flops, hides_sizes
+from flashsci.call.torch_state import count_flops, hides_sizes
 from flashsci.choice import backends
 from flashsci.choice.choose import decide
 

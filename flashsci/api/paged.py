@@ -15,7 +15,7 @@ from flashsci.call import arguments, transforms
 from flashsci.call.paged_ops import FP8, PagedScalars, PagedTensors
 from flashsci.call.plans import grad_enabled, gradients, keep, plans, signature
 from flashsci.call.problem import facts
-from flashsci.call.tracing import count_flops, modes, transforming_eagerly
+from flashsci.call.torch_state import count_flops, modes, transforming_eagerly
 from flashsci.choice import backends
 from flashsci.choice.backends import PAGED
 from flashsci.choice.choose import decide, decide_write

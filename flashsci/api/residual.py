@@ -16,9 +16,9 @@ from torch import Tensor
 
 from flashsci.api.attention import attention
 from flashsci.api.attention import describe as describe_attention
-from flashsci.call import arguments, recording, repeats, transforms
+from flashsci.call import arguments, recompute, repeats, transforms
 from flashsci.call.dispatch import seed_for
-from flashsci.call.ops import plain
+from flashsci.call.ops import bypasses_dispatcher
 from flashsci.call.plans import (
     alone,
     as_given,
@@ -30,7 +30,7 @@ from flashsci.call.plans import (
     signature,
 )
 from flashsci.call.residual_ops import ResidualCall, ResidualKernels, scores_dtype
-from flashsci.call.tracing import autocast, count_flops, hides_sizes, transforming
+from flashsci.call.torch_state import autocast, count_flops, hides_sizes, transforming
 from flashsci.choice import backends
 from flashsci.choice.choose import PARTS, decide
 from flashsci.choice.gradients import Choice
@@ -118,7 +118,7 @@ def residual_attention(
     count_flops()
     scalars = options.scalars(q.shape[-1])
     wanted = scalars.scale, scalars.dropout_p, scalars.precision
-    direct = plain((q, k, v, bias, seed))
+    direct = bypasses_dispatcher((q, k, v, bias, seed))
     call = as_given(call, q, k, v, bias)
     if direct and call is not None and _fits(q, k, v, bias):
         run = functools.partial(_again, Repeated(kernels, call_of(q, k, v, bias, seed, *wanted)), needs_grad)
@@ -193,7 +193,7 @@ class Repeated:
         kept = self._backwards.get(key)
         run = repeats.find(kept, given) if kept is not None and alone() else None
         if run is None:
-            if not plain(given):
+            if not bypasses_dispatcher(given):
                 call = call_of(*tensors, *self.options)
                 return self.kernels.backward(dout, dscores, call, out, lse, scores, need_bias)
             run = self.prepared.backward(dout, dscores, tensors, out, lse, scores, need_bias)
@@ -343,7 +343,7 @@ class DirectResidual(torch.autograd.Function):
         return (None, *found)
 
 
-#: ``apply`` without the search for functorch's tensors, which ``ops.plain`` has done already.
+#: ``apply`` without the search for functorch's tensors, which ``ops.bypasses_dispatcher`` has done already.
 _apply = super(torch.autograd.Function, DirectResidual).apply
 
 
@@ -411,4 +411,4 @@ def _recorded(
     def compute(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         return _from_parts(q, k, v, bias, seed, options, "auto")
 
-    return recording.gradients(compute, given, wanted, (dout, dscores))
+    return recompute.gradients(compute, given, wanted, (dout, dscores))

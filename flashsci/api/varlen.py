@@ -26,7 +26,7 @@ from flashsci.call.plans import (
     signature,
 )
 from flashsci.call.problem import facts
-from flashsci.call.tracing import (
+from flashsci.call.torch_state import (
     autocast,
     hides_sizes,
     is_recorded,

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashsci.backends import reference
 from flashsci.call.ops import Scalars, Tensors
 from flashsci.call.problem import Problem
-from flashsci.call.tracing import holds
+from flashsci.call.torch_state import holds
 
 FUSED = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashsci.call.tracing import is_captured
+from flashsci.call.torch_state import is_captured
 from flashsci.errors import BackendError
 
 

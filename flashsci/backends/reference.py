@@ -20,7 +20,7 @@ from flashsci.backends.host_reads import check_readable
 from flashsci.call.fp8_ops import FP8, lacks
 from flashsci.call.ops import Saved, Scalars, Tensors, follow_layout
 from flashsci.call.problem import Problem
-from flashsci.call.tracing import casts_to, holds, rounds_products
+from flashsci.call.torch_state import casts_to, holds, rounds_products
 
 FUSED = False
 SMALLEST_NORMAL = 2.0**-126  # of fp32; key weights below it count as zero

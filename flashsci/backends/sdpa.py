@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashsci.backends import reference
 from flashsci.backends.sdpa_kernels import Following, LaidOut, aligned, attend, finite, lost, on_gpu
 from flashsci.call import derivatives
-from flashsci.call.ops import Scalars, Tensors, plain
+from flashsci.call.ops import Scalars, Tensors, bypasses_dispatcher
 from flashsci.call.problem import Problem
-from flashsci.call.tracing import casts_to, transforming
+from flashsci.call.torch_state import casts_to, transforming
 
 FUSED = False
 TINY = 2.0**-20  # scales below this, or above its inverse, belong to extreme q and k
@@ -149,7 +149,7 @@ def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor | None]:
         bias = reference.weights_as_bias(key_weight, bias, q.shape[-3] if q.dim() > 2 else 1)
     out = _attend(q, k, v, bias, mask, scalars)
     if q.is_cpu:
-        if not plain((q, k)):
+        if not bypasses_dispatcher((q, k)):
             return out + lost(q, k, bias, mask, scalars), None
         if not finite(q, k, bias):
             return reference.forward(tensors, scalars)[0], None

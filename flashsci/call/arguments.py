@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call.ops import Scalars
-from flashsci.call.tracing import is_captured, is_readable, transforming
+from flashsci.call.torch_state import is_captured, is_readable, transforming
 from flashsci.call.transforms import is_mapped, wanted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

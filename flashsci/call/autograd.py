@@ -28,13 +28,13 @@ from flashsci.call.ops import (
     Scalars,
     Tangents,
     Tensors,
+    bypasses_dispatcher,
     is_legacy_batch,
     packed,
-    plain,
 )
 from flashsci.call.plans import Plan
 from flashsci.call.schemas import LIBRARY
-from flashsci.call.tracing import transforming
+from flashsci.call.torch_state import transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.gradients import unwritten, written
 from flashsci.errors import BackendError
@@ -218,7 +218,7 @@ class EagerForward(torch.autograd.Function):
 
     For a Function with ``setup_context`` torch binds a signature at every call, which costs more than the rest of a
     small call. No transform sees this node. Its inputs are the call's Plan, whether it may bypass torch's dispatcher
-    (``ops.plain``), and the fields of Tensors.
+    (``ops.bypasses_dispatcher``), and the fields of Tensors.
     """
 
     @staticmethod
@@ -283,14 +283,14 @@ def _backward_of_equal_ranks(plan: Plan, dout: Tensor | None, dlse: Tensor | Non
             return found
     if dout is None and dlse is None:
         return _NOTHING
-    if not torch.is_grad_enabled() and not transforming() and plain((dout, dlse, *saved)):
+    if not torch.is_grad_enabled() and not transforming() and bypasses_dispatcher((dout, dlse, *saved)):
         return plan.backward(dout, dlse, saved, need)
     *tensors, out, lse = saved
     kept = Saved(Tensors(*tensors), out.detach(), lse.detach(), plan.scalars)
     return _backward(written(plan.choice), dout, dlse, kept, need)
 
 
-#: ``apply`` without the search for functorch's tensors, which ``ops.plain`` has done already.
+#: ``apply`` without the search for functorch's tensors, which ``ops.bypasses_dispatcher`` has done already.
 apply_directly = super(torch.autograd.Function, EagerForward).apply
 apply_packed = super(torch.autograd.Function, EagerPacked).apply
 

@@ -54,7 +54,7 @@ class InnerKeys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or gradient.stride(-1) != 1 or not ops.plain((gradient,)):
+        if torch.is_grad_enabled() or gradient.stride(-1) != 1 or not ops.bypasses_dispatcher((gradient,)):
             return gradient  # it is to be differentiated, or its order is not known
         shape, back = _order(*ctx.kind)
         target = torch.empty(shape, dtype=gradient.dtype, device=gradient.device)

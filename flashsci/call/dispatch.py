@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flashsci.api.dropout import check_dropout, draw_seed
 from flashsci.call import arguments, second_order
-from flashsci.call.ops import Given, Tensors, follow_layout, plain
+from flashsci.call.ops import Given, Tensors, bypasses_dispatcher, follow_layout
 from flashsci.call.plans import Call, Plan, Run, remember
-from flashsci.call.tracing import count_flops, transforming_eagerly
+from flashsci.call.torch_state import count_flops, transforming_eagerly
 from flashsci.choice.gradients import written
 
 
@@ -57,7 +57,7 @@ def run(
         given = plan.raised(tensors).inner_contiguous()
         result: tuple[Tensor, Tensor] = Forward.apply(written(plan.choice), *given, *plan.scalars)
         return result
-    direct = plain(tensors)
+    direct = bypasses_dispatcher(tensors)
     if direct and call is not None and plan.settled and not plan.scalars.dropout_p:
         remember(call, around(_again(plan, tensors, needs_grad, reads_lse)))
     if not plan.as_given:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.call.ops import empty_like_layout, plain
+from flashsci.call.ops import bypasses_dispatcher, empty_like_layout
 from flashsci.call.problem import Problem
 from flashsci.call.schemas import arguments, define_op
 
@@ -90,7 +90,9 @@ def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Att
     )
 
     def direct(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = attention(tensors, scalars) if plain(tensors) else run(*tensors, *scalars)
+        found: tuple[Tensor, Tensor] = (
+            attention(tensors, scalars) if bypasses_dispatcher(tensors) else run(*tensors, *scalars)
+        )
         return found
 
     return direct

@@ -110,7 +110,7 @@ def numbers(scale: float, softcap: float, window_left: int, window_right: int, m
     )
 
 
-def apart(written: str, x: Tensor, **others: Tensor | None) -> None:
+def need_no_overlap(written: str, x: Tensor, **others: Tensor | None) -> None:
     """Check that x, which an op writes, shares no memory with the others, which it reads."""
     for name, y in others.items():
         need(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flashsci.call.schemas import LIBRARY, arguments, define_op
-from flashsci.call.tracing import holds, is_traced
+from flashsci.call.torch_state import holds, is_traced
 
 
 def with_inner_keys(bias: Tensor) -> Tensor:
@@ -329,7 +329,7 @@ def define(backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[s
     def call(*arguments: Any) -> Any:
         given = flat(*arguments)
         # torch's way to the same function costs a fifth of a small call's host time.
-        if plain(given):
+        if bypasses_dispatcher(given):
             return kernel(*arguments)
         return op(*given)
 
@@ -346,15 +346,15 @@ _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONS = frozenset((NoneType, bool, int, float, str))
 
 
-def unseen() -> bool:
+def unobserved() -> bool:
     """Whether nothing observes the ops of a call: no compiler, functorch transform, mode or profiler.
 
-    torch.jit.trace is left to :func:`plain` and to the comparison of repeated calls, which sees its dispatch key.
+    torch.jit.trace is left to :func:`bypasses_dispatcher` and to the comparison of repeated calls, which sees its dispatch key.
     """
     return not (is_compiling() or _transforms() or _modes() or _profiled())
 
 
-def plain(given: Sequence[Any]) -> bool:
+def bypasses_dispatcher(given: Sequence[Any]) -> bool:
     """Whether a call may bypass torch's dispatcher: it is :func:`unseen`, nothing traces it, and its arguments are
     ordinary tensors.
 
@@ -362,7 +362,7 @@ def plain(given: Sequence[Any]) -> bool:
     ``is_grads_batched``, or a tensor without memory (of device "meta"); and none has memory that holds its negative
     (the imaginary part of a conjugate) or, for a tensor of zeros, nothing.
     """
-    if not unseen() or is_traced():
+    if not unobserved() or is_traced():
         return False
     for x in given:
         kind = type(x)

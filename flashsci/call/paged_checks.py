@@ -11,9 +11,9 @@ from torch import Tensor
 from flashsci.call import memory
 from flashsci.call.op_checks import (
     MAX_LENGTH,
-    apart,
     inner_contiguous,
     need,
+    need_no_overlap,
     numbers,
     rows,
     same,
@@ -90,7 +90,7 @@ def as_kernels_read(tensors: PagedTensors) -> PagedTensors:
 
 def attention_apart(tensors: PagedTensors, out: Tensor) -> None:
     """Check that ``out``, which is written, shares no memory with the tensors that are read."""
-    apart("out", out, **tensors._asdict())
+    need_no_overlap("out", out, **tensors._asdict())
 
 
 def write(
@@ -145,8 +145,8 @@ def write_apart(
     They may be one tensor, if they are given one value.
     """
     read = dict(key=key, value=value, slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale)
-    apart("k_cache", k_cache, **read)
-    apart("v_cache", v_cache, **read)
+    need_no_overlap("k_cache", k_cache, **read)
+    need_no_overlap("v_cache", v_cache, **read)
     if memory.share(k_cache, v_cache):
         need(
             _one(k_cache, v_cache) and _one(key, value) and _one(k_scale, v_scale),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call.op_checks import on_one_device
-from flashsci.call.ops import plain, statistics_dtype
+from flashsci.call.ops import bypasses_dispatcher, statistics_dtype
 from flashsci.call.schemas import LIBRARY, arguments, define_op
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -102,11 +102,11 @@ def define(backend: str, attention: Callable[..., Any], write: Callable[..., Any
 
     # torch's way to the same functions costs a third of a step's host time.
     def direct(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Tensor:
-        plainly = plain((*tensors, out))
+        plainly = bypasses_dispatcher((*tensors, out))
         lse: Tensor = attention(tensors, out, scalars) if plainly else run(*tensors, out, *scalars)
         return lse
 
     def direct_write(*given: Tensor | None) -> None:
-        write(*given) if plain(given) else store(*given)
+        write(*given) if bypasses_dispatcher(given) else store(*given)
 
     return PagedOps(direct, direct_write)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashsci.call import bias_copy, repeats
-from flashsci.call.ops import Given, Saved, Scalars, Tensors, unseen, with_inner_keys, with_rank
-from flashsci.call.tracing import casts_to, rounds_products, transforming
+from flashsci.call.ops import Given, Saved, Scalars, Tensors, unobserved, with_inner_keys, with_rank
+from flashsci.call.torch_state import casts_to, rounds_products, transforming
 from flashsci.call.transforms import wanted
 from flashsci.choice import backends, differentiate
 from flashsci.choice.gradients import Choice
@@ -104,7 +104,7 @@ class Plan:
         return Tensors(q, k, v, bias, with_rank(weights, rank - 1), mask, *others)
 
     def ready(self, tensors: Tensors, needs_grad: bool, direct: bool = False) -> Tensors:
-        """The tensors as kernels take them, with copies where needed. ``direct``: they are plain (``ops.plain``)."""
+        """The tensors as kernels take them, with copies where needed. ``direct``: they are plain (``ops.bypasses_dispatcher``)."""
         tensors = tensors if self.rank is None else self.raised(tensors)
         rows = tensors.inner_contiguous(None)
         if self._leaves_bias is None:
@@ -197,7 +197,7 @@ Call = tuple[Any, Sequence[Tensor]]  # the key of a call, and its tensors
 
 def alone() -> bool:
     """Whether nothing observes a call's ops and no tangents are active; no comparison of tensors sees tangents."""
-    return unseen() and forward_ad._current_level < 0
+    return unobserved() and forward_ad._current_level < 0
 
 
 # For `filter` and `map` over the arguments of a call, which then run no Python.
@@ -218,7 +218,7 @@ def repeated(
         given: all tensors that are present, q and k first.
         options: all further arguments; window and backend are separate.
     """
-    if not unseen() or forward_ad._current_level >= 0:  # as in `alone`
+    if not unobserved() or forward_ad._current_level >= 0:  # as in `alone`
         return None, None
     try:
         q = given[0]

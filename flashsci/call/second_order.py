@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flashsci.backends.sdpa_kernels import laid_out
-from flashsci.call import recording
+from flashsci.call import recompute
 from flashsci.call.ops import Scalars, Tensors
-from flashsci.call.tracing import transforming
+from flashsci.call.torch_state import transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.gradients import named, written
 
@@ -79,7 +79,7 @@ class SecondOrder(torch.autograd.Function):
             gradients[0] = laid_out(dout, ctx.strides)
             return tuple(gradients)
         wanted = ctx.needs_input_grad[2:]
-        found = recording.gradients(_again(ctx.scalars), ctx.saved_tensors, wanted, (dout,))
+        found = recompute.gradients(_again(ctx.scalars), ctx.saved_tensors, wanted, (dout,))
         return None, None, *found
 
 

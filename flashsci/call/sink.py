@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flashsci.call import recording
-from flashsci.call.ops import Given, Tensors, follow_layout, plain
+from flashsci.call import recompute
+from flashsci.call.ops import Given, Tensors, bypasses_dispatcher, follow_layout
 from flashsci.call.plans import Call, Plan, Run, remember
-from flashsci.call.tracing import transforming
+from flashsci.call.torch_state import transforming
 from flashsci.choice.gradients import written
 
 
@@ -41,7 +41,7 @@ def attend(
 
         out, lse = Forward.apply(written(plan.choice), *plan.raised(tensors).inner_contiguous(), *scalars)
         return with_sink(out, lse, sink)
-    direct = plain((*tensors, sink))
+    direct = bypasses_dispatcher((*tensors, sink))
     if not (plan.as_given and direct):
         tensors = plan.ready(tensors, needs_grad, direct)
     if needs_grad:
@@ -159,7 +159,7 @@ def _recorded(
         out, lse = EagerForward.apply(plan, False, *plan.raised(tensors).laid_out())
         return with_sink(out, lse, sink)
 
-    return recording.gradients(compute, given, wanted, (dout, dlse))
+    return recompute.gradients(compute, given, wanted, (dout, dlse))
 
 
 def _sink_gradient(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashsci.call import derivatives
 from flashsci.call.derivatives import Asked
-from flashsci.call.tracing import transforming, transforming_eagerly
+from flashsci.call.torch_state import transforming, transforming_eagerly
 
 _functorch = torch._C._functorch
 _unwrapped, _level = _functorch.get_unwrapped, _functorch.maybe_get_level

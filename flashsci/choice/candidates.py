@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from flashsci.call.problem import Problem
-from flashsci.call.tracing import rounds_products
+from flashsci.call.torch_state import rounds_products
 from flashsci.choice import preferences
 from flashsci.choice.backends import BACKENDS, find
 from flashsci.choice.gradients import gradients, named

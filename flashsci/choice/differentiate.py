@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Tensors
 from flashsci.call.problem import problem_of, sums_bias
-from flashsci.call.tracing import count_flops
+from flashsci.call.torch_state import count_flops
 from flashsci.choice.backends import BACKENDS, FORWARD_OF_CUDA, kernels
 from flashsci.choice.candidates import able, advice
 from flashsci.choice.gradients import Choice, gradients, sharing

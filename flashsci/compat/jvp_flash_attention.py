@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import flashsci
-from flashsci.call.tracing import transforming
+from flashsci.call.torch_state import transforming
 from flashsci.compat.kinds import flag, number
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import flashsci
 from flashsci.call import arguments
 from flashsci.call.ops import follow_layout
-from flashsci.call.tracing import autocast
+from flashsci.call.torch_state import autocast
 from flashsci.distributed import agreement, dtensor, gather, plan, ring, ulysses
 from flashsci.distributed.agreement import Mesh
 from flashsci.distributed.collectives import place_in, replicated

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from flashsci.call.tracing import transforming
+from flashsci.call.torch_state import transforming
 from flashsci.distributed.gloo import collective
 from flashsci.errors import BackendError
 

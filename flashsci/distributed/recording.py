@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.call import recording
-from flashsci.call.tracing import transforming
+from flashsci.call import recompute
+from flashsci.call.torch_state import transforming
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -40,7 +40,7 @@ def backward(
     if transforming() or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
         needs = ctx.needs_input_grad[: len(tensors)]
         compute = functools.partial(_with_text, collected, ctx.call)
-        found: Sequence[Tensor | None] = recording.gradients(compute, tensors, needs, (dout, dlse))
+        found: Sequence[Tensor | None] = recompute.gradients(compute, tensors, needs, (dout, dlse))
     else:
         dout = torch.zeros_like(out) if dout is None else dout
         found = op(dout, dlse, *tensors, out.detach(), lse.detach(), ctx.call)

@@ -1,6 +1,6 @@
 """The CUDA backend: it maps the contract onto the ops of the library flashsci/_C.so.
 
-The library (library.py) picks the newest generation of kernels that serves a call (served.py, decisions.py). SM75, SM80
+The library (library.py) picks the newest generation of kernels that serves a call (capabilities.py, decisions.py). SM75, SM80
 and SM90 are the same backend restricted to one generation, for tests and comparisons: ``use_backend("cuda:sm75")``. prepared.py makes repeated calls without torch's dispatcher.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from flashsci.backends.cuda import decisions, layouts, library, prepared
+from flashsci.backends.cuda.capabilities import WEIGHTED, backward_kernels, older_backward, rejects
 from flashsci.backends.cuda.decisions import hopper_takes
 from flashsci.backends.cuda.library import build_info, library_path, stale, unavailable
-from flashsci.backends.cuda.served import WEIGHTED, backward_kernels, older_backward, rejects
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
 from flashsci.errors import BackendError
 

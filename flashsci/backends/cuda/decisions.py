@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flashsci.backends.cuda import library, rehearsal
 from flashsci.call.ops import NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
-from flashsci.call.tracing import is_traced, modes, tracer_paused
+from flashsci.call.torch_state import is_traced, modes, tracer_paused
 
 
 class Described(NamedTuple):

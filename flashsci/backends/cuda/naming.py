@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashsci.backends.cuda import decisions, layouts, library, rehearsal
-from flashsci.backends.cuda.paged import misfit
+from flashsci.backends.cuda.paged import refuse_layout
 from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
 from flashsci.call.ops import Saved, Scalars, Tensors, fake_forward
 from flashsci.call.paged_ops import PagedScalars, PagedTensors
@@ -90,7 +90,7 @@ def paged(
     with decisions.unobserved():
         described = decisions.device_of(device)
         found = rehearsal.paged_kernels(tensors, out, scalars, described, _generation(name))
-    return _named(found), misfit(tensors, out) if found is None else None
+    return _named(found), refuse_layout(tensors, out) if found is None else None
 
 
 def fp8(tensors: FP8Tensors, scalars: FP8Scalars, device: torch.device) -> str | None:

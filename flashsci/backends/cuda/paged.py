@@ -2,8 +2,8 @@
 
 The kernels are csrc/sm90/paged for Hopper and csrc/sm80/paged from sm_80 on; the units of paged8 are those for 8-bit
 caches. A :class:`flashsci.call.problem.Problem` has no strides and no page size. Therefore the limits are in two places:
-`rejects`, when a backend is chosen, and `misfit`, when the library has refused a call. No other kernel replaces this
-one for a misfit.
+`rejects`, when a backend is chosen, and `refuse_layout`, when the library has refused a call. No other kernel replaces this
+one for a call that it refuses.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def rejects(problem: Problem, generation: int, info: Mapping[str, Any], device: 
     return None
 
 
-def misfit(tensors: PagedTensors, out: Tensor) -> str | None:
+def refuse_layout(tensors: PagedTensors, out: Tensor) -> str | None:
     """Why the kernels do not take the tensors of a call in their memory layout, and the alternative; None if they do.
 
     The conditions are those of csrc/core/paged/host.cuh and of the launchers, which check addresses themselves.
@@ -128,7 +128,7 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, generat
 
     Raises:
         ValueError: ``out`` shares memory with a tensor that is read.
-        BackendError: `misfit`. Both are checked only when the library has refused: a decode step has no microseconds
+        BackendError: as `refuse_layout`. Both are checked only when the library has refused: a decode step has no microseconds
             for them, and a compiler could not trace them.
     """
     if tensors.sink is not None and tensors.sink.dtype != torch.float32:
@@ -137,7 +137,7 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, generat
         lse: Tensor = torch.ops.flashsci.cuda_paged_attention.default(*tensors, out, *scalars, generation)
     except RuntimeError:
         paged_checks.attention_apart(tensors, out)
-        reason = misfit(tensors, out)
+        reason = refuse_layout(tensors, out)
         if reason is None:
             raise
         raise BackendError(f"backend 'cuda' cannot serve this call: {reason}") from None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.call.tracing import transforming
+from flashsci.call.torch_state import transforming
 
 
 def apply_rotary(

@@ -8,7 +8,7 @@ import torch
 import flashsci
 from flashsci.backends import host_reads
 from flashsci.call import arguments
-from flashsci.call.tracing import is_captured
+from flashsci.call.torch_state import is_captured
 
 OFFSETS = torch.tensor([0, 1, 4], dtype=torch.int32)
 TABLE, LENGTHS = (

@@ -15,8 +15,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashsci.backends.cuda import decisions, library, rehearsal, served
-from flashsci.backends.cuda.paged import misfit
+from flashsci.backends.cuda import capabilities, decisions, library, rehearsal
+from flashsci.backends.cuda.paged import refuse_layout
 from flashsci.backends.cuda.rehearsal import A100, H100, T4
 from flashsci.call import ops
 from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
@@ -202,7 +202,7 @@ def test_short_gradients_by_older_kernels():
         problem = Problem(
             "cuda", (9, 0), torch.bfloat16, heads, heads, dim, dim, batch=(batch,), seq_q=rows, seq_k=keys
         )
-        assert (served.older_backward(problem) == 80) == older, (q.shape, k.shape)
+        assert (capabilities.older_backward(problem) == 80) == older, (q.shape, k.shape)
         seen.add(older)
     assert seen == {True, False}
 
@@ -228,7 +228,7 @@ def test_key_weights_are_refused_where_no_kernel_takes_them():
         tensors = ops.Tensors(q, k, v, bias, weights)
         scalars = PLAIN._replace(softcap=softcap, window_right=right)
         taken = decisions.takes_weights(tensors, scalars)
-        assert (served.rejects(problem) is None) == taken, problem
+        assert (capabilities.rejects(problem) is None) == taken, problem
         seen.add(taken)
     assert seen == {True, False}
 
@@ -241,7 +241,7 @@ def paged(q, cache, columns=4, sequences=2, scale=None, device=H100, generation=
     out = empty(*q.shape[:-1], cache.shape[-1], dtype=q.dtype)
     scalars = PagedScalars(1, 0.125, 0.0, -1, -1, False)
     found = rehearsal.paged_kernels(tensors, out, scalars, device, generation)
-    return found, misfit(tensors, out)
+    return found, refuse_layout(tensors, out)
 
 
 def test_paged_calls():
@@ -321,6 +321,6 @@ def test_calls_that_kernels_of_inner_heads_take():
         scalars = PLAIN._replace(softcap=softcap, window_right=right)
         found = kernels(q, k, v, bias, scalars=scalars, need=15)
         taken = [folders[0].startswith("sm90/pair") for folders in found if folders]
-        assert taken == [served._may_take_pairs(problem)] * 2, problem
+        assert taken == [capabilities._may_take_pairs(problem)] * 2, problem
         seen.update(taken)
     assert seen == {True, False}

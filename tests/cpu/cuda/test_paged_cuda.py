@@ -137,7 +137,7 @@ SHIFTED = bf16(6 * 16 * 2 * 64 + 4)[4:].view(6, 16, 2, 64)
 )
 def test_misfits(changes, words):
     tensors, out = given(**changes)
-    reason = kernels.misfit(tensors, out)
+    reason = kernels.refuse_layout(tensors, out)
     assert reason is not None
     for word in words:
         assert word in reason, reason
@@ -185,7 +185,7 @@ def test_auto_goes_to_triton_where_strides_do_not_fit(monkeypatch):
 
 def test_an_out_that_does_not_fit():
     tensors, _ = given()
-    assert "out has strides [544, 68]" in kernels.misfit(tensors, ODD_ROWS)
+    assert "out has strides [544, 68]" in kernels.refuse_layout(tensors, ODD_ROWS)
 
 
 @pytest.mark.parametrize("layout", ["rows", "heads", "joint rows", "joint heads", "stacked"])
@@ -202,10 +202,10 @@ def test_layouts_of_engines_fit(layout, page, dims, cache):
         options = [x.options[n] for n in ("block_table", "seqused_k", "cu_seqlens_q")]
         scales = [x.options.get(n) for n in ("k_scale", "v_scale")]
         tensors = PagedTensors(x.q, x.k_cache, x.v_cache, *options, None, *scales)
-        reason = kernels.misfit(tensors, torch.empty(8, 8, dims[1]))
+        reason = kernels.refuse_layout(tensors, torch.empty(8, 8, dims[1]))
         assert (reason is None) == fits, reason
     tensors, out = given(tokens=1, q=bf16(1, 8, 64).as_strided((1, 8, 64), (3, 64, 1)))
-    assert kernels.misfit(tensors, out) is None
+    assert kernels.refuse_layout(tensors, out) is None
 
 
 def test_calls_reach_the_library(built, monkeypatch):

@@ -14,7 +14,7 @@ import torch
 
 from flashsci.backends import cuda as backend
 from flashsci.backends import reference
-from flashsci.backends.cuda.paged import misfit
+from flashsci.backends.cuda.paged import refuse_layout
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.testing import make_paged_inputs
 from tests.support import race_cases as races
@@ -281,7 +281,7 @@ def test_paged_calls_are_those_that_kernels_take():
         x = make_paged_inputs(case)
         out = torch.empty(*x.q.shape[:2], x.v_cache.shape[-1], dtype=x.q.dtype)
         given = [x.options.get(n) for n in PagedTensors._fields[3:]]
-        assert misfit(PagedTensors(x.q, x.k_cache, x.v_cache, *given), out) is None, call
+        assert refuse_layout(PagedTensors(x.q, x.k_cache, x.v_cache, *given), out) is None, call
 
 
 @pytest.mark.parametrize("block", ("64", "128"))
