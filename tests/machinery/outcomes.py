@@ -22,6 +22,10 @@ OF_TORCH: tuple[tuple[str, str], ...] = (
         "vmap: inplace arithmetic(self, *extra_args) is not possible",
         "torch's vmap writes nothing in place",
     ),
+    (
+        "input_tensor must be a FunctionalTensor",
+        "no op writes into a copy of a constant under torch's AOTInductor; give the tensor as an input",
+    ),
 )
 # Dynamo repeats an error that it met while tracing, with its type and message; and the reason why a function is not traced.
 TOLD_BY_DYNAMO = re.compile(
