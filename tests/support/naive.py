@@ -57,7 +57,9 @@ def naive(
             if slopes is not None:
                 score = score - slopes[(*batch, h)] * abs(away)
             terms.append((j, score))
-        seen = any(w is None or w[(*key_head, j)] > 0 for j, _ in terms)
+        # Beside a sink, a weight of zero has a gradient in every row.
+        joined = bool(terms) and sink is not None and sink[h] > -math.inf
+        seen = joined or any(w is None or w[(*key_head, j)] > 0 for j, _ in terms)
         if not seen:
             outs.append(0 * q[place].sum() * v.new_ones(v.shape[-1]))
             alone = sink is not None and sink[h] > -math.inf
