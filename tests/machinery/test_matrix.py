@@ -29,6 +29,16 @@ CELLS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_stays():
+    import torch.distributed as dist
+
+    yield
+    entries.MESHES.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cell", CELLS)
 def test_cell(cell):

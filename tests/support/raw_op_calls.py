@@ -41,6 +41,7 @@ class Right(NamedTuple):
 HOMES = (
     "flashsci.call.autograd",
     "flashsci.backends.reference_fp8",
+    "flashsci.backends.reference_packed",
     "flashsci.backends.reference_paged",
     "flashsci.backends.triton",
     "flashsci.backends.cuda",
@@ -541,4 +542,13 @@ CALLS: tuple[Right, ...] = (
 )  # fmt: skip
 RAISES = ("refuse",)  # whatever they are given
 # Made of torch's own ops, or of others in this table, which check themselves: they hold no pointer.
-COMPOSED = frozenset(("draw_seed", "keep_mask", "recorded_backward", "recorded_double_backward"))
+PACKED = ("forward", "backward", "jvp", "double_backward")
+COMPOSED = frozenset(
+    (
+        "draw_seed",
+        "keep_mask",
+        "recorded_backward",
+        "recorded_double_backward",
+        *(f"reference_packed_{what}" for what in PACKED),
+    )
+)

@@ -6,6 +6,7 @@ import pytest
 
 from tools.house.__main__ import ROOT, main, table, tree, way_of_a_call
 from tools.house.counts import (
+    COLUMNS,
     classes_of_one_name,
     counts,
     deciders,
@@ -81,7 +82,7 @@ def test_long_functions_are_found_without_their_docstrings():
 
 
 def test_evasions_of_the_formatter_are_counted():
-    wide = "x" * 101
+    wide = "x" * (COLUMNS + 1)
     found = layout({"a.py": f"x  # fmt: skip\n{wide}\n", "tests/b.py": f"{wide}\n{wide[1:]}\n"})
     assert list(found.values()) == ["1", "1", "0", "1"]
 
