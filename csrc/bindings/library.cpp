@@ -53,10 +53,10 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   m.def("cuda_fp8_forward(" FP8 ") -> (Tensor out, Tensor lse)");
   m.def("cuda_fp8_forward_kernels(" FP8 ", " DEVICE);
   // The schema of flashsci/call/paged_ops.py for other backends, plus the generation.
-#define PAGED(out)                                                                             \
-  "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seqused_k, Tensor "    \
-  "cu_seqlens_q, Tensor? sink, Tensor? k_scale, Tensor? v_scale, " out                         \
-  ", int max_seqlen_q, float scale, float softcap, int window_left, int window_right, bool "   \
+#define PAGED(out)                                                                           \
+  "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seqused_k, Tensor "  \
+  "cu_seqlens_q, Tensor? sink, Tensor? k_scale, Tensor? v_scale, " out                       \
+  ", int max_seqlen_q, float scale, float softcap, int window_left, int window_right, bool " \
   "return_lse, int generation"
   m.def("cuda_paged_attention(" PAGED("Tensor(a!) out") ") -> Tensor");
   m.def("cuda_paged_attention_kernels(" PAGED("Tensor out") ", " DEVICE);
