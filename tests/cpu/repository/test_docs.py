@@ -166,3 +166,17 @@ def test_links_resolve(page):
         if "://" not in link and not (target.exists() and (not anchor or anchor in headings(target))):
             dead.append(link)
     assert not dead, f"{page} links to what is not there: {dead}"
+
+
+def test_documented_names_exist():
+    """Every ``::: module.name`` of a page."""
+    names = [
+        n
+        for page in (ROOT / "docs").rglob("*.md")
+        for n in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+    ]
+    assert len(names) > 50
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        source = (ROOT / module.replace(".", "/")).with_suffix(".py")
+        assert source.is_file() and re.search(rf"^(def|class) {attribute}\b", source.read_text(), re.MULTILINE), name
