@@ -363,8 +363,9 @@ class Options(NamedTuple):
         # sink.
         hidden = static and key_weight is not None and sink is not None and transforming()
         return dict(
-            window_left=self.window_left,
-            window_right=self.window_right,
+            # A compiler may keep these symbolic, too; `index` makes it specialise.
+            window_left=index(self.window_left),
+            window_right=index(self.window_right),
             lower_right=self.align == "lower_right",
             softcap=_static_sign(self.softcap) if static else float(self.softcap or 0.0),
             dropout_p=_static_sign(self.dropout_p) if static else float(self.dropout_p),

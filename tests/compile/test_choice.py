@@ -125,3 +125,16 @@ def test_a_table_of_what_is_loaded():
     )
     del table["a"]
     assert "a" not in table and "b:c" in table.copy()
+
+
+def test_windows_that_a_compiler_keeps_symbolic():
+    """It does so for a window that differs from the one in a frame that it compiled after a graph break."""
+    torch._dynamo.reset()
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
+    refused = torch.compile(lambda scale: flashsci.attention(q, k, k, scale=scale), backend="eager")
+    with pytest.raises(Exception, match="scale must be a number"):
+        refused(torch.tensor(0.5))
+    for causal in (False, True):
+        compiled = torch.compile(flashsci.attention, fullgraph=True, backend="aot_eager")
+        found = compiled(q, k, k, causal=causal, backend="sdpa")
+        torch.testing.assert_close(found, flashsci.attention(q, k, k, causal=causal, backend="sdpa"))

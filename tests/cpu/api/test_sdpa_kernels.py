@@ -329,7 +329,6 @@ def test_nan_where_nobody_may_read_values(place, options, seen_by):
     (q, k, v), _ = poisoned(place, NAN, (5, 7), "none", torch.float32)
     due = flashsci.attention(q, k, v, backend="reference", **options)
     if seen_by == "compiler":
-        torch._dynamo.reset()  # other tests of this process compiled the same function
         attend = torch.compile(flashsci.attention, fullgraph=True, backend="aot_eager")
         out = attend(q, k, v, backend="sdpa", **options)
     else:
