@@ -490,6 +490,7 @@ def test_explain_says_where_strides_decide(full_build):
     assert remark("cuda", replace(problem, bias_shape=None, bias_grad=False)) is None
 
 
+@needs_library
 def test_explain_names_the_kernels_of_short_gradients(full_build, monkeypatch):
     """On Hopper sm80's compute those of short calls without bias and mask, whoever's the forward is."""
     given = dict(batch=(64,), seq_q=100, seq_k=128, requires_grad=True)
