@@ -10,21 +10,11 @@ from collections.abc import Mapping
 from enum import Flag
 from typing import NamedTuple
 
-
-class DerivativeRule(NamedTuple):
-    """The derivatives that one tensor argument has."""
-
-    reverse: bool = False
-    """A gradient."""
-    forward: bool = False
-    """A tangent."""
-    second: bool = False
-    """Second derivatives."""
-    mapped: bool = False
-    """A batching rule under ``torch.vmap``."""
-    lacking: Mapping[str, str] = {}
-    """Backends that have no derivative by this argument although others do, each with its reason. The choice reads
-    it."""
+from flashsci.call import kinds
+from flashsci.call.kinds import EVERY, FIXED, PLACES, Dense, DerivativeRule, Drawn, Packed, Scales
+from flashsci.call.ops import Tangents
+from flashsci.call.paged_ops import PagedTensors
+from flashsci.call.residual_ops import ResidualCall
 
 
 class Entry(NamedTuple):
@@ -38,37 +28,18 @@ class Entry(NamedTuple):
     mapped: str = ""
 
 
-EVERY = DerivativeRule(True, True, True, True)
-PLACES = DerivativeRule(mapped=True)  # bools, integers and seeds: constants to any derivative
-FIXED = DerivativeRule()
-
-
 def _each(names: str, rule: DerivativeRule) -> dict[str, DerivativeRule]:
     return dict.fromkeys(names.split(), rule)
 
 
-_SLOPES = EVERY._replace(
-    lacking={
-        "triton": "ALiBi slopes have no gradient in the Triton kernels, and no tangent; detach them, or write learnt ones as a bias"
-    }
-)
-_WEIGHTS = EVERY._replace(lacking={"sdpa": "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"})
 # Fused kernels treat out and lse as functions of the other arguments; here they are not. They refuse where a
 # derivative is computed: a call within a backward often has tensors that require grad, and needs no derivative.
 _GIVEN = EVERY._replace(
     lacking=dict.fromkeys(("triton", "cuda"), "its second derivative is that of the forward's own out and lse")
 )
 
-_OFFSETS = _each("cu_seqlens_q cu_seqlens_k", PLACES)
-_SCALES = _each("q_scale k_scale v_scale", FIXED)
-_PACKED = {
-    **_each("q k v bias sink", EVERY),
-    "key_weight": _WEIGHTS,
-    "alibi_slopes": _SLOPES,
-    "dropout_seed": PLACES,
-    **_SCALES,
-}
-_DENSE = {**_PACKED, "mask": PLACES}
+_DENSE = kinds.rules(Dense, Drawn, Scales)
+_PACKED = kinds.rules(Packed, Drawn, Scales)
 _PART = DerivativeRule(reverse=True, second=True)  # of a tensor that is split over ranks
 
 _ENDED = "call inside torch.no_grad() or torch.inference_mode(), or"
@@ -80,7 +51,7 @@ _BY_SEVERAL = Entry(
     mapped="give the samples as leading dims",
 )
 _PAGED = Entry(
-    _each("q k_cache v_cache block_table seqused_k cu_seqlens_q sink k_scale v_scale out", FIXED),
+    kinds.rules(PagedTensors) | _each("out", FIXED),
     "paged calls",
     reverse=f"{_ENDED} train with flashsci.varlen_attention",
     forward=f"{_DETACHED} differentiate flashsci.varlen_attention",
@@ -91,20 +62,20 @@ _PAGED = Entry(
 ENTRIES: dict[str, Entry] = {
     "attention": Entry(_DENSE),
     "explain": Entry(_DENSE),
-    "varlen_attention": Entry(_PACKED | _OFFSETS),
+    "varlen_attention": Entry(_PACKED),
     "float8": Entry(
-        dict.fromkeys(_DENSE | _OFFSETS, FIXED),
+        dict.fromkeys(_DENSE | _PACKED, FIXED),
         "attention of float8_e4m3fn tensors",
         "has",
         reverse=f"{_ENDED} train in 16 bits",
         forward=f"{_DETACHED} differentiate the call in 16 bits",
         mapped="give the samples as leading dims, or as sequences of flashsci.varlen_attention",
     ),
-    "residual_attention": Entry(_each("q k v bias", EVERY) | _each("dropout_seed", PLACES)),
+    "residual_attention": Entry(kinds.rules(ResidualCall)),
     "attention_backward": Entry(
-        _each("dout q k v out lse dlse bias key_weight", _GIVEN)
-        | _each("mask dropout_seed", PLACES)
-        | {"alibi_slopes": _SLOPES, **_OFFSETS}
+        {n: rule for n, rule in (_DENSE | _PACKED).items() if n != "sink" and n not in Scales._fields}
+        | _each("dout out lse dlse", _GIVEN)
+        | _each(" ".join(Tangents._fields), _GIVEN)
     ),
     "paged_attention": _PAGED,
     "write_kv_cache": _PAGED._replace(

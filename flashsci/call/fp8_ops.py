@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.call import kinds
 from flashsci.call.ops import bypasses_dispatcher, empty_like_layout
 from flashsci.call.problem import Problem
 from flashsci.call.schemas import arguments, define_op
@@ -32,14 +33,14 @@ class FP8Tensors(NamedTuple):
     in the shapes of :func:`rows_per_scale`.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_scale: Tensor | None  # None: 1
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    cu_seqlens_q: Tensor | None  # int32 [N + 1], contiguous
-    cu_seqlens_k: Tensor | None
+    q: kinds.FixedRows
+    k: kinds.FixedRows
+    v: kinds.FixedRows
+    q_scale: kinds.Scale  # None: 1
+    k_scale: kinds.Scale
+    v_scale: kinds.Scale
+    cu_seqlens_q: kinds.OptionalTable  # int32 [N + 1], contiguous
+    cu_seqlens_k: kinds.OptionalTable
 
     @property
     def sequences(self) -> int:

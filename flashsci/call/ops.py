@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashsci.call import kinds
+from flashsci.call.kinds import Role
 from flashsci.call.schemas import LIBRARY, arguments, define_op
 from flashsci.call.torch_state import holds, is_traced
 
@@ -42,17 +44,17 @@ class Tensors(NamedTuple):
     """The tensors of one call, as kernels take them (docs/develop/extending.md has shapes and strides). The first
     five have gradients."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None = None
-    key_weight: Tensor | None = None
-    mask: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    bias_offsets: Tensor | None = None
-    dropout_seed: Tensor | None = None
-    alibi_slopes: Tensor | None = None  # fp32 [*, Hq], packed [N or 1, Hq]
+    q: kinds.Rows
+    k: kinds.Rows
+    v: kinds.Rows
+    bias: kinds.Bias = None
+    key_weight: kinds.KeyWeight = None
+    mask: kinds.Mask = None
+    cu_seqlens_q: kinds.OptionalOffsets = None
+    cu_seqlens_k: kinds.OptionalOffsets = None
+    bias_offsets: kinds.PairOffsets = None
+    dropout_seed: kinds.Seed = None
+    alibi_slopes: kinds.Slopes = None  # fp32 [*, Hq], packed [N or 1, Hq]
 
     def has_strided_bias(self) -> bool:
         """Whether the bias is worth a copy: its keys are not neighbours in memory, and no dim is expanded.
@@ -75,13 +77,13 @@ class Tensors(NamedTuple):
         ``copied`` makes the copy of the bias; None: no copy. Kernels take such a bias, but read it number by number,
         and again for every head and batch member that shares it.
         """
-        q, k, v, bias, *others = self
+        bias = self.bias
         if copied is not None and bias is not None and self.has_strided_bias():
             bias = copied(bias)
-        elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        elif self.q.stride(-1) == self.k.stride(-1) == self.v.stride(-1) == 1:
             return self
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return Tensors(q, k, v, bias, *others)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.q, self.k, self.v))
+        return self._replace(q=q, k=k, v=v, bias=bias)
 
     def laid_out(self) -> Tensors:
         """The tensors, with copies of q, k, v, offsets and seed that are not stored as kernels read them.
@@ -89,19 +91,37 @@ class Tensors(NamedTuple):
         Tensors from saved-tensor hooks may have any strides.
         """
         rows = self.inner_contiguous(None)
-        if all(x is None or x.is_contiguous() for x in rows[6:10]):
+        indices = [rows[i] for i in _INDICES]
+        if all(x is None or x.is_contiguous() for x in indices):
             return rows
-        whole = [None if x is None else x.contiguous() for x in rows[6:10]]
-        return Tensors._make((*rows[:6], *whole, rows.alibi_slopes))
+        every = list(rows)
+        for i, x in zip(_INDICES, indices, strict=True):
+            every[i] = None if x is None else x.contiguous()
+        return Tensors._make(every)
+
+
+#: The arguments of a prepared function: the fields of :class:`Tensors` in their order, in any sequence.
+Given = Sequence[Any]
+_INDICES = tuple(Tensors._fields.index(name) for name in kinds.named(Tensors, Role.INDEX))
+# The tensors that broadcast to scores or to rows of k, each with the number of dims that it has fewer than q.
+_FEWER_DIMS = tuple(
+    (i, int(field.role is Role.KEYS))
+    for i, field in enumerate(kinds.fields(Tensors).values())
+    if field.role in (Role.SCORES, Role.KEYS)
+)
+
+
+def raised(tensors: Given, rank: int) -> Tensors:
+    """The tensors, those that broadcast at the rank of q: views, which a compiler may see."""
+    every = list(tensors)
+    for i, fewer in _FEWER_DIMS:
+        every[i] = with_rank(every[i], rank - fewer)
+    return Tensors._make(every)
 
 
 def with_rank(x: Tensor | None, rank: int) -> Tensor | None:
     """The tensor with dims of size 1 in front, up to ``rank``: a view at the same address."""
     return x if x is None else x[(None,) * (rank - x.dim())]
-
-
-#: The arguments of a prepared function: the fields of :class:`Tensors` in their order, in any sequence.
-Given = Sequence[Any]
 
 
 def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any) -> Given:
@@ -130,8 +150,8 @@ class Saved(NamedTuple):
     """The values that a forward leaves for derivatives. ``out`` and ``lse`` are detached."""
 
     tensors: Tensors
-    out: Tensor
-    lse: Tensor
+    out: kinds.Rows
+    lse: kinds.Statistics
     scalars: Scalars
 
     def flat(self) -> tuple[Any, ...]:
@@ -144,7 +164,7 @@ class Saved(NamedTuple):
 
 
 class Tangents(NamedTuple):
-    """One tangent for each of the tensors that have gradients; None for zero."""
+    """One tangent for each of the tensors that have gradients in kernels, the first of :class:`Tensors`; None for zero."""
 
     q: Tensor | None
     k: Tensor | None
@@ -231,7 +251,7 @@ def fake_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
 def fake_backward(tensors: Tensors, need: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
     empty."""
-    q, k, v, bias, key_weight = tensors[:5]
+    q, k, v, bias, key_weight = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight
 
     def gradient(like: Tensor, bit: int) -> Tensor:
         return empty_like_layout(like, like.shape) if need & bit else like.new_empty((0,))
@@ -374,11 +394,19 @@ def bypasses_dispatcher(given: Sequence[Any]) -> bool:
     return True
 
 
-# Tensors that kernels read along the last dim with stride 1; and tensors that they read as one block.
-_ROWS = frozenset(("q", "k", "v", "dout", "out", "tq", "tk", "tv"))
-_BLOCKS = frozenset(("lse", "dlse"))
-# Arguments with leading dims, which torch.vmap may map.
-_MAPPED = _ROWS | _BLOCKS | {"bias", "key_weight", "mask", "tbias", "tkey_weight"}
+def _roles() -> dict[str, Role | None]:
+    """The roles of all arguments of the raw ops by name. A tangent, a gradient and a cotangent have that of their tensor."""
+    tensors = {name: field.role for name, field in kinds.fields(Tensors).items()}
+    results = {name: field.role for name, field in kinds.fields(Saved).items() if field.argument is not None}
+    return {
+        **tensors,
+        **{f"t{name}": tensors[name] for name in Tangents._fields},
+        **results,
+        **{f"d{name}": role for name, role in results.items()},
+    }
+
+
+_ROLES = _roles()
 
 
 def register_vmap(op: Any) -> None:
@@ -389,14 +417,14 @@ def register_vmap(op: Any) -> None:
     entries depend on the index in the batch, and where another argument (offsets, a seed) is mapped.
     """
     names = [argument.name for argument in op._schema.arguments]
-    tensors = tuple(p for p, name in enumerate(names) if name in _MAPPED)
+    tensors = tuple(p for p, name in enumerate(names) if _ROLES.get(name) in kinds.BATCHED)
     packed = names.index("cu_seqlens_q")
     dropout = names.index("dropout_p") if "dropout_p" in names else None
 
     def laid_out(x: Tensor, position: int) -> Tensor:
         """``x`` as the op takes it: vmap may leave any dim innermost, or expand."""
-        name = names[position]
-        if name in _BLOCKS or (name in _ROWS and x.stride(-1) != 1):
+        role = _ROLES[names[position]]
+        if role is Role.STATISTICS or (role is Role.ROWS and x.stride(-1) != 1):
             return x.contiguous()
         return x
 

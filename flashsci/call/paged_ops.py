@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.call import kinds
 from flashsci.call.op_checks import on_one_device
 from flashsci.call.ops import bypasses_dispatcher, statistics_dtype
 from flashsci.call.schemas import LIBRARY, arguments, define_op
@@ -27,15 +28,15 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class PagedTensors(NamedTuple):
     """The tensors of one call, as kernels take them: the last dim of the first three and all of the next three contiguous."""
 
-    q: Tensor  # [T, Hq, D]
-    k_cache: Tensor  # [pages, page, Hk, D], q's dtype or one of FP8
-    v_cache: Tensor  # [pages, page, Hk, Dv]
-    block_table: Tensor  # int32 [N, max_pages]
-    seqused_k: Tensor  # int32 [N]
-    cu_seqlens_q: Tensor  # int32 [N + 1]
-    sink: Tensor | None  # [Hq], q's dtype or fp32
-    k_scale: Tensor | None  # fp32 [N, Hk], any strides
-    v_scale: Tensor | None
+    q: kinds.FixedRows  # [T, Hq, D]
+    k_cache: kinds.Cache  # [pages, page, Hk, D], q's dtype or one of FP8
+    v_cache: kinds.Cache  # [pages, page, Hk, Dv]
+    block_table: kinds.Table  # int32 [N, max_pages]
+    seqused_k: kinds.Table  # int32 [N]
+    cu_seqlens_q: kinds.Table  # int32 [N + 1]
+    sink: kinds.FixedSink  # [Hq], q's dtype or fp32
+    k_scale: kinds.Scale  # fp32 [N, Hk], any strides
+    v_scale: kinds.Scale
 
 
 class PagedScalars(NamedTuple):
@@ -72,11 +73,9 @@ def empty_lse(q: Tensor, wanted: bool) -> Tensor:
     return q.new_empty(shape, dtype=statistics_dtype(q.dtype))
 
 
-_WANTED = _T + 1 + PagedScalars._fields.index("return_lse")
-
-
 def _fake(*given: Any) -> Tensor:
-    return empty_lse(given[0], given[_WANTED])
+    tensors, scalars = PagedTensors(*given[:_T]), PagedScalars(*given[_T + 1 :])
+    return empty_lse(tensors.q, scalars.return_lse)
 
 
 def register_fake(name: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashsci.call import bias_copy, repeats
-from flashsci.call.ops import Given, Saved, Scalars, Tensors, unobserved, with_inner_keys, with_rank
+from flashsci.call.ops import Given, Saved, Scalars, Tensors, raised, unobserved, with_inner_keys
 from flashsci.call.torch_state import casts_to, rounds_products, transforming
 from flashsci.call.transforms import wanted
 from flashsci.choice import backends, differentiate
@@ -96,12 +96,7 @@ class Plan:
 
     def raised(self, tensors: Given) -> Tensors:
         """The tensors at one rank: views, which a compiler may see."""
-        rank = self.rank
-        if rank is None:
-            return Tensors(*tensors)
-        q, k, v, bias, weights, mask, *others = tensors
-        bias, mask = with_rank(bias, rank), with_rank(mask, rank)
-        return Tensors(q, k, v, bias, with_rank(weights, rank - 1), mask, *others)
+        return Tensors(*tensors) if self.rank is None else raised(tensors, self.rank)
 
     def ready(self, tensors: Tensors, needs_grad: bool, direct: bool = False) -> Tensors:
         """The tensors as kernels take them, with copies where needed. ``direct``: they are plain (``ops.bypasses_dispatcher``)."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.call import kinds
 from flashsci.call.ops import Scalars, Tensors, empty_like_layout
 from flashsci.call.schemas import arguments, define_op
 
@@ -25,19 +26,18 @@ class ResidualCall(NamedTuple):
     broadcastable to the scores ``[*, Hq, Sq, Sk]``, with as many dims.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    dropout_seed: Tensor | None
+    q: kinds.Rows
+    k: kinds.Rows
+    v: kinds.Rows
+    bias: kinds.Bias
+    dropout_seed: kinds.Seed
     scale: float
     dropout_p: float
     precision: str
 
     @property
     def tensors(self) -> Tensors:
-        q, k, v, bias, seed = self[:5]
-        return Tensors(q, k, v, bias, dropout_seed=seed)
+        return Tensors(self.q, self.k, self.v, self.bias, dropout_seed=self.dropout_seed)
 
     @property
     def scalars(self) -> Scalars:
@@ -48,7 +48,7 @@ class ResidualCall(NamedTuple):
         given, whole = self.tensors, self.tensors.laid_out()
         if all(a is b for a, b in zip(given, whole, strict=True)):
             return self
-        return ResidualCall(*whole[:4], whole.dropout_seed, *self[5:])
+        return self._replace(q=whole.q, k=whole.k, v=whole.v, bias=whole.bias, dropout_seed=whole.dropout_seed)
 
     @property
     def score_shape(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ def empty_results(call: ResidualCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def empty_gradients(call: ResidualCall, need_bias: bool) -> tuple[Tensor, ...]:
     """Empty tensors for dq, dk, dv and the gradient of the scores."""
-    rows = [empty_like_layout(x, x.shape) for x in call[:3]]
+    rows = [empty_like_layout(x, x.shape) for x in (call.q, call.k, call.v)]
     dtype = scores_dtype(call.q, call.bias)
     if not need_bias:
         return *rows, call.q.new_empty(0, dtype=dtype)

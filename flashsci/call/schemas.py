@@ -1,19 +1,18 @@
 """Schemas of the raw ops, from the fields of the tensors and options of each kind of call, and the definition of an
 op in Python.
 
-A field is declared once, in its NamedTuple: its place, its type, and whether it may be absent.
+A field is declared once, in its NamedTuple (kinds.py): its place, its type, and whether it may be absent.
 """
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Sequence
-from types import UnionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashsci.call.kinds import fields
 from flashsci.call.op_checks import implement, on_one_device
 
 LIBRARY = torch.library.Library("flashsci", "FRAGMENT")
@@ -35,15 +34,9 @@ def arguments(*fields_of: type, prefix: str = "", integer: str = "SymInt") -> st
         integer: the type of integers: "SymInt" where a compiler may keep them symbolic, else "int".
     """
     found = []
-    for kind in fields_of:
-        hints = typing.get_type_hints(kind)
-        for name in kind._fields:  # type: ignore[attr-defined]
-            hint, optional = hints[name], ""
-            if isinstance(hint, UnionType):
-                (hint,) = (x for x in typing.get_args(hint) if x is not type(None))
-                optional = "?"
-            type_name = integer if hint is int else _TYPES[hint]
-            found.append(f"{type_name}{optional} {prefix}{name}")
+    for field in (field for declaration in fields_of for field in fields(declaration).values()):
+        type_name = integer if field.type is int else _TYPES[field.type]
+        found.append(f"{type_name}{'?' if field.optional else ''} {prefix}{field.name}")
     return ", ".join(found)
 
 
