@@ -12,6 +12,7 @@ from torch import Tensor
 from flashsci.api import fp8
 from flashsci.call import arguments, transforms
 from flashsci.call.dispatch import run, seed_for
+from flashsci.call.kinds import Dense, Role, fields
 from flashsci.call.ops import Given, Tensors
 from flashsci.call.plans import (
     Plan,
@@ -180,11 +181,11 @@ def attention(
         return found if return_lse else found[0]
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink)
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        given = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink)
+        scaled = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink)
         options = arguments.Options.of(
             causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
         )
-        return fp8.dense(q, k, v, given, options, backend)
+        return fp8.dense(q, k, v, scaled, options, backend)
     if q.is_nested:
         from flashsci.api.nested import attention as attend
 
@@ -199,11 +200,12 @@ def attention(
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
     needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
-    plan = _plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
+    given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes, sink)
+    plan = _plan(given, options, needs_grad, backend)
     # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
-    call = as_given(call, q, k, v, bias, key_weight, mask, alibi_slopes, sink)
+    call = as_given(call, *given)
     if plan.leading is None:
         out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
     else:
@@ -212,60 +214,34 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    options: arguments.Options,
-    needs_grad: bool,
-    backend: str,
-) -> Plan:
+def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str) -> Plan:
     """The plan of a dense call; from the cache if an equal call was planned before."""
+    q, k, v = given.q, given.k, given.v
     if hides_sizes(q, k, v):
-        return _make_plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
+        return _make_plan(given, options, needs_grad, backend)
     if is_traced():
         with tracer_paused():
-            traced = _make_plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
+            traced = _make_plan(given, options, needs_grad, backend)
         if traced.leading is not None:
             traced.leading = _leading(q, k, v)  # the tracer follows these sizes
         return traced
     key = (
-        *signature(q, k, v, bias, key_weight, mask, alibi_slopes, sink),
+        *signature(*given),
         options,
-        needs_grad and gradients(bias, key_weight, alibi_slopes),
+        needs_grad and gradients(given.bias, given.key_weight, given.alibi_slopes),
         backends.requested(backend),
         rounds_products(q.dtype),
     )
     plan = plans.get(key)
-    if plan is None:
-        made = _make_plan(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad, backend)
-        plan = keep(key, made)
-    return plan
+    return keep(key, _make_plan(given, options, needs_grad, backend)) if plan is None else plan
 
 
-def _make_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    options: arguments.Options,
-    needs_grad: bool,
-    backend: str,
-) -> Plan:
-    call = describe(q, k, v, bias, key_weight, mask, alibi_slopes, sink, options, needs_grad)
-    choice = decide(ATTENTION, call, backend)
-    ranks = {x.dim() for x in (q, k, v, bias, mask) if x is not None}
-    if key_weight is not None:
-        ranks.add(key_weight.dim() + 1)
+def _make_plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str) -> Plan:
+    choice = decide(ATTENTION, describe(given, options, needs_grad), backend)
+    q, k, v = given.q, given.k, given.v
+    ranks = {x.dim() for x in (q, k, v, given.bias, given.mask) if x is not None}
+    if given.key_weight is not None:
+        ranks.add(given.key_weight.dim() + 1)
     equal = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and q.dim() == k.dim() == v.dim() <= 5
     leading = None if equal else _leading(q, k, v)
     rank = q.dim() if equal and len(ranks) > 1 else None
@@ -281,23 +257,14 @@ def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         raise ValueError(f"the leading dims (before heads) of q, k, v do not broadcast: {shapes}") from error
 
 
-def describe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    options: arguments.Options,
-    needs_grad: bool,
-) -> tuple[Any, ...]:
+def describe(given: Dense, options: arguments.Options, needs_grad: bool) -> tuple[Any, ...]:
     """Check a dense call; the arguments of problem_of.
 
     Raises:
         TypeError, ValueError: as :func:`attention` documents.
     """
+    q, k, v = given.q, given.k, given.v
+    bias, key_weight, mask = given.bias, given.key_weight, given.mask
     arguments.check_tensors(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() < 2:
@@ -321,13 +288,12 @@ def describe(
         arguments.check_key_weight_dtype(key_weight, q.dtype)
         keys = (*batch, *(heads and (heads_k,)), k.shape[-2])
         arguments.check_broadcast("key_weight", key_weight.shape, keys, "Hk, Sk")
-    if alibi_slopes is not None:
-        arguments.check_alibi(alibi_slopes, q, (*batch, heads_q), "Hq")
-    if sink is not None:
-        arguments.check_sink(sink, q, heads_q)
+    if given.alibi_slopes is not None:
+        arguments.check_alibi(given.alibi_slopes, q, (*batch, heads_q), "Hq")
+    if given.sink is not None:
+        arguments.check_sink(given.sink, q, heads_q)
     arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
-    features = options.features(bias, key_weight, alibi_slopes, sink, needs_grad)
-    features["mask"] = mask is not None
+    features = options.features(dict(zip(given._fields, given, strict=True)), needs_grad)
     if hides_sizes(q, k, v):
         features["bias_shape"] = None if bias is None else ()
         features["sizes_from_data"] = sizes_from_data(q, k)
@@ -345,9 +311,7 @@ def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> C
     """A run for tensors whose ranks or leading dims differ, or which have more leading dims than kernels take."""
 
     def expanded(tensors: Given) -> tuple[Tensor, Tensor | None]:
-        q, k, v, bias, key_weight, mask, _, _, _, seed, alibi_slopes = tensors
-        q, k, v, bias, key_weight, mask, alibi_slopes = _aligned(q, k, v, bias, key_weight, mask, alibi_slopes, leading)
-        out, lse = compute(Tensors(q, k, v, bias, key_weight, mask, None, None, None, seed, alibi_slopes))
+        out, lse = compute(aligned(tensors, leading))
         if len(leading) > 2:
             out = out.unflatten(0, leading[:-1])
             lse = None if lse is None else lse.unflatten(0, leading[:-1])
@@ -356,20 +320,30 @@ def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> C
     return expanded
 
 
-def _aligned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    leading: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The tensors at one rank (key_weight: one less, alibi_slopes: two less), with at most two leading dims.
+# The tensors with leading dims besides rows, each with its place and role.
+_BROADCAST = tuple(
+    (i, field.role)
+    for i, field in enumerate(fields(Tensors).values())
+    if field.role in (Role.SCORES, Role.KEYS, Role.HEADS)
+)
+
+
+def _as_scores(x: Tensor, role: Role | None) -> Tensor:
+    """The tensor with a dim of 1 for each dim of the scores that its role does not have."""
+    return x.unsqueeze(-2) if role is Role.KEYS else x[..., None, None] if role is Role.HEADS else x
+
+
+def _from_scores(x: Tensor, role: Role | None) -> Tensor:
+    """The inverse of :func:`_as_scores`."""
+    return x.squeeze(-2) if role is Role.KEYS else x[..., 0, 0] if role is Role.HEADS else x
+
+
+def aligned(tensors: Given, leading: tuple[int, ...]) -> Tensors:
+    """The tensors at one rank (those of keys: one less, of heads: two less), with at most two leading dims.
 
     The leading dims of q, k, v are expanded; the other tensors have dims of 1 in front.
     """
+    q, k, v, *others = tensors
     rank = max(q.dim(), k.dim(), v.dim())
 
     def same_rank(x: Tensor) -> Tensor:
@@ -391,16 +365,9 @@ def _aligned(
     q, k, v = (same_rank(x) for x in (q, k, v))
     if rank > 3:
         q, k, v = (expanded(x) for x in (q, k, v))
-    rows = None if key_weight is None else key_weight.unsqueeze(-2)  # [*, Hk, 1, Sk]
-    heads = None if alibi_slopes is None else alibi_slopes[..., None, None]  # [*, Hq, 1, 1]
-    bias, rows, mask, heads = (None if x is None else fold(same_rank(x)) for x in (bias, rows, mask, heads))
-    key_weight = None if rows is None else rows.squeeze(-2)
-    return (
-        fold(q),
-        fold(k),
-        fold(v),
-        bias,
-        key_weight,
-        mask,
-        None if heads is None else heads[..., 0, 0],
-    )
+    every = [fold(q), fold(k), fold(v), *others]
+    for i, role in _BROADCAST:
+        x = every[i]
+        if x is not None:
+            every[i] = _from_scores(fold(same_rank(_as_scores(x, role))), role)
+    return Tensors._make(every)

@@ -11,6 +11,7 @@ from flashsci.api import varlen
 from flashsci.api.attention import describe
 from flashsci.call import arguments, transforms
 from flashsci.call.dispatch import seed_for
+from flashsci.call.kinds import Dense, Packed
 from flashsci.call.ops import (
     NEED_BIAS,
     NEED_K,
@@ -115,7 +116,7 @@ def attention_backward(
     given_bias, bias = bias, arguments.widened(bias, q.dtype)
     kernel_bias, bias_offsets, kernel_weight = bias, None, key_weight
     if cu_seqlens_q is None:
-        call = describe(q, k, v, bias, key_weight, mask, alibi_slopes, None, options, needs_grad)
+        call = describe(Dense(q, k, v, bias, key_weight, mask, alibi_slopes), options, needs_grad)
         equal = all(x.dim() == q.dim() and x.shape[:-3] == q.shape[:-3] for x in (k, v))
         if not equal or q.dim() > 5:
             raise ValueError("attention_backward takes q, k, v with equal leading dims, at most two before the heads")
@@ -125,19 +126,8 @@ def attention_backward(
     else:
         if mask is not None:
             raise ValueError("packed sequences take no mask; put -inf in a per-pair bias")
-        call = varlen.describe(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            bias,
-            key_weight,
-            alibi_slopes,
-            None,
-            options,
-            needs_grad,
-        )
+        packed = Packed(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes)
+        call = varlen.describe(packed, options, needs_grad)
         cu_seqlens_q, cu_seqlens_k = varlen.dense_offsets(cu_seqlens_q, cu_seqlens_k)
         kernel_bias, bias_offsets = varlen.kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
         if key_weight is not None and key_weight.dim() == 1:

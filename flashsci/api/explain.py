@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashsci.api import fp8, paged, residual
-from flashsci.api.attention import _aligned, attention
+from flashsci.api.attention import aligned, attention
 from flashsci.api.attention import describe as describe_dense
 from flashsci.api.paged import paged_attention
 from flashsci.api.residual import residual_attention
@@ -19,15 +19,17 @@ from flashsci.api.varlen import describe as describe_packed
 from flashsci.api.varlen import varlen_attention
 from flashsci.call import arguments, transforms
 from flashsci.call.fp8_ops import FP8Tensors
-from flashsci.call.ops import Tensors
+from flashsci.call.kinds import Dense, Packed, Role, fields, named
+from flashsci.call.ops import Tangents, Tensors
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.plans import gradients
 from flashsci.call.problem import problem_of
 from flashsci.call.torch_state import autocast, transforming
 from flashsci.choice import choose, explanation
 from flashsci.choice.backends import FORWARD_OF_CUDA, requested
-from flashsci.choice.gradients import BY_RULES, by_rules, named
+from flashsci.choice.gradients import BY_RULES, by_rules
 from flashsci.choice.gradients import gradients as gradients_of
+from flashsci.choice.gradients import named as named_choice
 
 
 def explain(
@@ -74,35 +76,34 @@ def explain(
     return _ENTRIES[entry](backend, bound.arguments)
 
 
-_OPTIONAL = ("bias", "mask", "key_weight", "alibi_slopes", "sink")
-_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-
-
 def _attention(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     """For attention and varlen_attention."""
     q, k, v = (given[name] for name in "qkv")
     packed = "cu_seqlens_q" in given
     shared = arguments.Options.of(*(given[name] for name in arguments.SHARED))
-    others = {name: given[name] for name in _OPTIONAL if name in given}
+    declared = Packed if packed else Dense
+    tensors = declared(**{name: given[name] for name in declared._fields})
+    others = {
+        n: getattr(tensors, n)
+        for n, field in fields(declared).items()
+        if field.optional and field.role is not Role.INDEX
+    }
     arguments.check_types(q, k, v, **others)
     of_fp8 = {n: given[n] for n in ("q_scale", "k_scale", "v_scale", "out_dtype")}
-    offsets = {name: given[name] for name in _OFFSETS if packed}
+    offsets = [getattr(tensors, name) for name in named(declared, Role.INDEX)]
     longest = given.get("max_seqlen_q"), given.get("max_seqlen_k")
     if q.dtype == fp8.FP8 or any(x is not None for x in of_fp8.values()):
         scaled = fp8.FP8Options(**of_fp8, **others)
-        return _fp8(backend, (q, k, v), scaled, shared, tuple(offsets.values()), longest)
+        return _fp8(backend, (q, k, v), scaled, shared, tuple(offsets), longest)
     q, k, v = autocast(q, k, v)
-    if "bias" in others:
-        others["bias"] = arguments.widened(others["bias"], q.dtype)
-    needs_grad = transforms.needs_grad(q, k, v, *others.values())
-    describe = describe_packed if packed else describe_dense
-    call = describe(q, k, v, **offsets, **others, options=shared, needs_grad=needs_grad)
-    found = _explained(call, backend)
-    tensors = Tensors(
-        q, k, v, others.get("bias"), others.get("key_weight"), others.get("mask"), *_both(offsets.values()),
-        None, None, others.get("alibi_slopes"),
-    )  # fmt: skip
-    return _with_kernels(found, tensors, shared, needs_grad, longest)
+    tensors = tensors._replace(q=q, k=k, v=v, bias=arguments.widened(tensors.bias, q.dtype))
+    needs_grad = transforms.needs_grad(*tensors)
+    describe: Any = describe_packed if packed else describe_dense
+    found = _explained(describe(tensors, shared, needs_grad), backend)
+    taken = {name: x for name, x in tensors._asdict().items() if name in Tensors._fields}
+    if packed:
+        taken["cu_seqlens_q"], taken["cu_seqlens_k"] = _both(offsets)
+    return _with_kernels(found, Tensors(**taken), shared, needs_grad, longest)
 
 
 def _both(offsets: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -139,22 +140,20 @@ def _with_kernels(
     q = tensors.q
     if found.chosen is None:
         return found
-    choice = (by_rules if found.asked == "auto" else named)(found.chosen)
+    choice = (by_rules if found.asked == "auto" else named_choice)(found.chosen)
     by_cuda = choice.forward in FORWARD_OF_CUDA
     if not (by_cuda or (choice.gradients == BY_RULES and needs_grad)) or q.is_nested:
         return found
     naming = _naming()
-    flags = gradients(*tensors[:5]) if needs_grad else ()
+    flags = gradients(*tensors[: len(Tangents._fields)]) if needs_grad else ()
     need = sum(1 << i for i, wanted in enumerate(flags) if wanted)
     rows = Tensors(*map(naming.without_memory, tensors))
     if tensors.cu_seqlens_q is None:
-        inputs = rows.q, rows.k, rows.v, rows.bias, rows.key_weight, rows.mask, rows.alibi_slopes
-        leading = torch.broadcast_shapes(*(x.shape[:-3] for x in rows[:3]))
-        aligned = _aligned(*inputs, tuple(leading))
-        rows = Tensors(*aligned[:6], alibi_slopes=aligned[6])
+        leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (rows.q, rows.k, rows.v)))
+        rows = aligned(rows, tuple(leading))
     else:
-        heads_first = (x.transpose(0, 1) for x in rows[:3])
-        rows = Tensors._make((*heads_first, *rows[3:]))
+        heads_first = (x.transpose(0, 1) for x in (rows.q, rows.k, rows.v))
+        rows = rows._replace(**dict(zip("qkv", heads_first, strict=True)))
     scalars = options.scalars(q.shape[-1], *longest)
     copied = replace(found.problem, inner_heads=False)  # the bias, where kernels do not take it in place
 
@@ -203,17 +202,17 @@ def _paged(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     shared = arguments.Options.of(
         given["causal"], given["window"], "lower_right", given["scale"], given["softcap"], 0.0, given["return_lse"], False, None
     )  # fmt: skip
-    names = (n for n in inspect.signature(paged.describe).parameters if n != "options")
-    found = _explained(paged.describe(**{n: given[n] for n in names}, options=shared), backend)
+    tensors, longest = PagedTensors(*(given[n] for n in PagedTensors._fields)), given["max_seqlen_q"]
+    found = _explained(paged.describe(tensors, given["out"], longest, shared), backend)
     if found.chosen not in FORWARD_OF_CUDA:
         return found
     naming, q = _naming(), given["q"]
-    rows = PagedTensors(*(naming.without_memory(given[n]) for n in PagedTensors._fields))
+    rows = PagedTensors(*map(naming.without_memory, tensors))
     rows = paged.as_kernels_take_them(rows)
     out = naming.without_memory(given["out"])
     if out is None:
         out = rows.q.new_empty((*q.shape[:-1], rows.v_cache.shape[-1]))
-    scalars = paged.scalars_of(q, given["max_seqlen_q"], shared)
+    scalars = paged.scalars_of(q, longest, shared)
     kernel, reason = naming.paged(found.chosen, rows, out, scalars, q.device)
     if reason is not None:  # the call itself finds it only when the kernels refuse
         instead = "triton" if found.asked == "auto" and found.reasons["triton"] is None else None

@@ -110,14 +110,8 @@ def describe(
     transforms.check("float8", q=q, k=k, v=v, **others, **edges)
     if given.out_dtype not in (None, *OUT_DTYPES):
         raise TypeError(f"out_dtype must be torch.bfloat16 (the default) or torch.float16, got {given.out_dtype!r}")
-    features = options.features(None, None, None, None, False)
-    features |= dict(
-        bias_shape=None if given.bias is None else (),
-        key_weight=given.key_weight is not None,
-        mask=given.mask is not None,
-        alibi=given.alibi_slopes is not None,
-        sink=given.sink is not None,
-    )
+    features = options.features(dict(q=q, k=k, v=v, **others, **edges), False)
+    features["bias_shape"] = None if given.bias is None else ()
     options.check()
     arguments.check_head_dims(q, k, v)
     heads = _check_dense(q, k, v) if cu_seqlens is None else _check_packed(q, k, v, cu_seqlens)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call import arguments, transforms
+from flashsci.call.kinds import fields
 from flashsci.call.paged_ops import FP8, PagedScalars, PagedTensors
 from flashsci.call.plans import grad_enabled, gradients, keep, plans, signature
 from flashsci.call.problem import facts
@@ -142,7 +143,7 @@ def _plan(
         kept: _Plan | None = plans.get(key)
         if kept is not None and not modes():
             return kept
-    choice = decide(PAGED, describe(*given, out, max_seqlen_q, options), backend)
+    choice = decide(PAGED, describe(given, out, max_seqlen_q, options), backend)
     count_flops()
     scalars = scalars_of(given.q, max_seqlen_q, options)
     plan = _Plan(choice.forward, scalars, all(map(is_, given, as_kernels_take_them(given))))
@@ -237,28 +238,18 @@ def write_kv_cache(
 
 
 def describe(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seqused_k: Tensor,
-    cu_seqlens_q: Tensor,
-    sink: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    out: Tensor | None,
-    max_seqlen_q: int | None,
-    options: arguments.Options,
+    given: PagedTensors, out: Tensor | None, max_seqlen_q: int | None, options: arguments.Options
 ) -> tuple[Any, ...]:
     """The arguments of problem_of for a paged call, checked except for the values of its integers.
 
     Raises:
         TypeError, ValueError: as :func:`paged_attention` documents.
     """
-    needed = dict(
-        q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q
-    )
-    _check_all("paged_attention", needed, dict(sink=sink, k_scale=k_scale, v_scale=v_scale, out=out))
+    declared, tensors = fields(PagedTensors), given._asdict()
+    needed = {name: x for name, x in tensors.items() if name in declared and not declared[name].optional}
+    optional = {name: x for name, x in tensors.items() if name not in needed}
+    _check_all("paged_attention", needed, dict(**optional, out=out))
+    q, k_cache, v_cache, sink = given.q, given.k_cache, given.v_cache, given.sink
     arguments.same_device(q, **{n: x for n, x in needed.items() if n != "q"}, sink=sink, out=out)
     if q.dim() != 3:
         raise ValueError(f"q must be packed, [T, Hq, D], got {arguments.shape_of(q)}")
@@ -268,10 +259,10 @@ def describe(
     heads_q, heads_k = q.shape[1], k_cache.shape[2]
     arguments.check_heads(heads_q, heads_k, v_cache.shape[2])
     options.check()
-    _check_tables(block_table, seqused_k, cu_seqlens_q)
+    _check_tables(given.block_table, given.seqused_k, given.cu_seqlens_q)
     _check_sink(sink, q)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        _check_scale(name, scale, q, (block_table.shape[0], heads_k), "[N, Hk]")
+    for name, scale in (("k_scale", given.k_scale), ("v_scale", given.v_scale)):
+        _check_scale(name, scale, q, (given.block_table.shape[0], heads_k), "[N, Hk]")
     if out is not None:
         wanted = [*q.shape[:-1], v_cache.shape[-1]]
         if out.dtype != q.dtype or list(out.shape) != wanted or out.stride(-1) != 1:
@@ -279,7 +270,7 @@ def describe(
                 f"out must be {q.dtype} {wanted} with a contiguous last dim, got {out.dtype} "
                 f"{arguments.shape_of(out)} with strides {list(out.stride())}"
             )
-    features = options.features(None, None, None, sink, False) | _features(k_cache)
+    features = options.features(tensors, False) | _features(k_cache)
     # Prompt lengths differ from step to step: a plan only knows that a call is none of these.
     if not torch.compiler.is_compiling() and max_seqlen_q is not None and max_seqlen_q <= DECODED:
         features["seq_q"] = max_seqlen_q

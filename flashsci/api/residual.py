@@ -18,6 +18,7 @@ from flashsci.api.attention import attention
 from flashsci.api.attention import describe as describe_attention
 from flashsci.call import arguments, recompute, repeats, transforms
 from flashsci.call.dispatch import seed_for
+from flashsci.call.kinds import Dense
 from flashsci.call.ops import bypasses_dispatcher
 from flashsci.call.plans import (
     alone,
@@ -155,12 +156,12 @@ def describe(
     options: arguments.Options,
     needs_grad: bool,
 ) -> tuple[Any, ...]:
-    """The arguments of registry.problem_of for a call, checked.
+    """The arguments of problem_of for a call, checked.
 
     Raises:
         TypeError, ValueError: as :func:`residual_attention` documents.
     """
-    return describe_attention(q, k, v, bias, None, None, None, None, options, needs_grad)
+    return describe_attention(Dense(q, k, v, bias), options, needs_grad)
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:

@@ -12,6 +12,7 @@ from flashsci.api import fp8
 from flashsci.call import arguments, transforms
 from flashsci.call.arguments import contents_are_seen
 from flashsci.call.dispatch import run, seed_for
+from flashsci.call.kinds import Packed, Role, named
 from flashsci.call.ops import Given, Tensors, packed
 from flashsci.call.plans import (
     Plan,
@@ -140,17 +141,20 @@ def varlen_attention(
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
     validate = arguments.flag("validate", validate)
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        given = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, None, alibi_slopes, sink)
+        scaled = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, None, alibi_slopes, sink)
         edges = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         longest = max_seqlen_q, max_seqlen_k
-        return fp8.packed(q, k, v, edges, longest, given, options, validate, backend)
+        return fp8.packed(q, k, v, edges, longest, scaled, options, validate, backend)
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
     needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
     plan = _plan(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), bias, key_weight, alibi_slopes, sink, options,
-        needs_grad, backend,
-    )  # fmt: skip
+        Packed(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink),
+        (max_seqlen_q, max_seqlen_k),
+        options,
+        needs_grad,
+        backend,
+    )
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
     call = as_given(call, q, k, v, cu_seqlens_q, other, alibi_slopes)
@@ -163,18 +167,9 @@ def varlen_attention(
         key_weight = key_weight.unsqueeze(0)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     tensors = Tensors(
-        q,
-        k,
-        v,
-        bias,
-        key_weight,
-        None,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        bias_offsets,
-        dropout_seed,
-        alibi_slopes,
-    )
+        q, k, v, bias, key_weight, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias_offsets=bias_offsets,
+        dropout_seed=dropout_seed, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
     around = functools.partial(_repeating, plan, needs_grad)
     out, lse = run(plan, tensors, needs_grad, sink, call, around, return_lse)
     out = out.transpose(0, 1)
@@ -200,16 +195,8 @@ def _repeating(plan: Plan, needs_grad: bool, again: Run) -> Run:
 
 
 def _plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
+    given: Packed,
     longest: tuple[int | None, int | None],
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
     options: arguments.Options,
     needs_grad: bool,
     backend: str,
@@ -217,56 +204,45 @@ def _plan(
     """The plan of a packed call; from the cache if an equal call was planned before."""
 
     def make() -> Plan:
-        call = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink, options, needs_grad)
-        choice = decide(ATTENTION, call, backend)
+        choice = decide(ATTENTION, describe(given, options, needs_grad), backend)
         if choice.forward == "reference":
-            for offsets_name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True):
-                if x is not None:
-                    arguments.check_unmapped(offsets_name, x)
-        if choice.forward == "reference" and recorded and not transforms.needs_grad(alibi_slopes):
+            for name in named(Packed, Role.INDEX):
+                offsets = getattr(given, name)
+                if offsets is not None:
+                    arguments.check_unmapped(name, offsets)
+        if choice.forward == "reference" and recorded and not transforms.needs_grad(given.alibi_slopes):
             choice = recorded_reference()
         module = backends.LOADED[ATTENTION][choice.forward]
-        return Plan(choice, module, options.scalars(q.shape[-1], *longest))
+        return Plan(choice, module, options.scalars(given.q.shape[-1], *longest))
 
-    offsets = (cu_seqlens_q, cu_seqlens_k)
-    recorded = is_recorded() or q.is_meta
+    recorded = is_recorded() or given.q.is_meta
     if recorded and not torch.compiler.is_compiling() and is_traced():
         with tracer_paused():
             return make()
-    if recorded or not all(x is None or type(x) is Tensor for x in offsets):
+    if recorded or not all(x is None or type(x) is Tensor for x in (given.cu_seqlens_q, given.cu_seqlens_k)):
         return make()
     key = (
         "packed",
-        *signature(q, k, v, *offsets, bias, key_weight, alibi_slopes, sink),
+        *signature(*given),
         longest,
         options,
-        needs_grad and gradients(bias, key_weight, alibi_slopes),
+        needs_grad and gradients(given.bias, given.key_weight, given.alibi_slopes),
         backends.requested(backend),
-        rounds_products(q.dtype),
+        rounds_products(given.q.dtype),
     )
     plan = plans.get(key)
     return keep(key, make()) if plan is None else plan
 
 
-def describe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    bias: Tensor | None,
-    key_weight: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    options: arguments.Options,
-    needs_grad: bool,
-) -> tuple[Any, ...]:
+def describe(given: Packed, options: arguments.Options, needs_grad: bool) -> tuple[Any, ...]:
     """The arguments of problem_of for a packed call, checked except for the contents of its offsets.
 
     Raises:
         TypeError, ValueError: as :func:`varlen_attention` documents.
     """
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    q, k, v, cu_seqlens_q = given.q, given.k, given.v, given.cu_seqlens_q
+    bias, key_weight = given.bias, given.key_weight
+    cu_seqlens_k = cu_seqlens_q if given.cu_seqlens_k is None else given.cu_seqlens_k
     arguments.check_tensors(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
@@ -282,7 +258,7 @@ def describe(
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         counts = f"{cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}"
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}")
-    features = options.features(bias, key_weight, alibi_slopes, sink, needs_grad)
+    features = options.features(dict(zip(given._fields, given, strict=True)), needs_grad)
     features["varlen"] = True
     if bias is not None:
         arguments.check_bias_dtype(bias, q.dtype)
@@ -304,11 +280,11 @@ def describe(
             raise ValueError(
                 f"a packed key_weight must be [Tk = {k.shape[0]}] or [Hw, Tk] with Hw 1 or {heads_k}, got {shape}"
             )
-    if alibi_slopes is not None:
+    if given.alibi_slopes is not None:
         sequences = cu_seqlens_q.shape[0] - 1
-        arguments.check_alibi(alibi_slopes, q, (sequences, heads_q), "N, Hq")
-    if sink is not None:
-        arguments.check_sink(sink, q, heads_q)
+        arguments.check_alibi(given.alibi_slopes, q, (sequences, heads_q), "N, Hq")
+    if given.sink is not None:
+        arguments.check_sink(given.sink, q, heads_q)
     if not hides_sizes(q, k, cu_seqlens_q):
         sequences = cu_seqlens_q.shape[0] - 1
         features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])

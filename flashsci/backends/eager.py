@@ -11,11 +11,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashsci.backends import reference
+from flashsci.call import kinds
 from flashsci.call.ops import Scalars, Tensors
 from flashsci.call.problem import Problem
 from flashsci.call.torch_state import holds
 
 FUSED = False
+#: The tensors that it reads, by kind of call.
+READS = {kinds.ATTENTION: frozenset(("q", "k", "v", "bias", "mask"))}
 
 
 def unavailable() -> str | None:

@@ -17,12 +17,25 @@ from torch import Tensor
 
 from flashsci.api.dropout import keep_mask
 from flashsci.backends.host_reads import check_readable
+from flashsci.call import kinds
 from flashsci.call.fp8_ops import FP8, lacks
 from flashsci.call.ops import Saved, Scalars, Tensors, follow_layout
 from flashsci.call.problem import Problem
 from flashsci.call.torch_state import casts_to, holds, rounds_products
 
 FUSED = False
+_ROWS = frozenset(("q", "k", "v"))
+_OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
+#: The tensors that it reads, by kind of call.
+READS = {
+    kinds.ATTENTION: _ROWS
+    | _OFFSETS
+    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink"},
+    kinds.PAGED: frozenset(
+        ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
+    ),
+    kinds.FP8: _ROWS | _OFFSETS | {"q_scale", "k_scale", "v_scale"},
+}
 SMALLEST_NORMAL = 2.0**-126  # of fp32; key weights below it count as zero
 
 

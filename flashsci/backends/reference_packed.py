@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from flashsci.backends import reference
-from flashsci.backends.reference import rejects, unavailable
+from flashsci.backends.reference import READS, rejects, unavailable
 from flashsci.call import ops
 from flashsci.call.ops import PASSES, Saved, Scalars, Tangents, Tensors
 
-__all__ = ["FUSED", "backward", "double_backward", "forward", "jvp", "rejects", "unavailable"]
+__all__ = ["FUSED", "READS", "backward", "double_backward", "forward", "jvp", "rejects", "unavailable"]
 
 FUSED = True
 _KEYS = ("CPU", "CUDA")

@@ -15,12 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashsci.backends import reference
 from flashsci.backends.sdpa_kernels import Following, LaidOut, aligned, attend, finite, lost, on_gpu
-from flashsci.call import derivatives
+from flashsci.call import derivatives, kinds
 from flashsci.call.ops import Scalars, Tensors, bypasses_dispatcher
 from flashsci.call.problem import Problem
 from flashsci.call.torch_state import casts_to, transforming
 
 FUSED = False
+#: The tensors that it reads, by kind of call.
+READS = {kinds.ATTENTION: frozenset(("q", "k", "v", "bias", "key_weight", "mask"))}
 TINY = 2.0**-20  # scales below this, or above its inverse, belong to extreme q and k
 
 

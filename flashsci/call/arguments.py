@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, NamedTuple
 
@@ -348,20 +348,15 @@ class Options(NamedTuple):
             self.deterministic,
         )
 
-    def features(
-        self,
-        bias: Tensor | None,
-        key_weight: Tensor | None,
-        alibi_slopes: Tensor | None,
-        sink: Tensor | None,
-        needs_grad: bool,
-    ) -> dict[str, Any]:
-        """The fields of a Problem that follow from the options and these tensors."""
+    def features(self, tensors: Mapping[str, Tensor | None], needs_grad: bool) -> dict[str, Any]:
+        """The fields of a Problem that follow from the options and the tensors of a call, by name."""
+        given = tuple([name for name, x in tensors.items() if x is not None])
+        bias, key_weight = tensors.get("bias"), tensors.get("key_weight")
         # A compiler may keep floats symbolic; it is enough to know whether there is a softcap or dropout.
         static = torch.compiler.is_compiling()
         # A compiler's tensors do not show the derivatives that transforms want. A backend must know of weights with a
         # sink.
-        hidden = static and key_weight is not None and sink is not None and transforming()
+        hidden = static and "key_weight" in given and "sink" in given and transforming()
         return dict(
             # A compiler may keep these symbolic, too; `index` makes it specialise.
             window_left=index(self.window_left),
@@ -375,11 +370,13 @@ class Options(NamedTuple):
             requires_grad=needs_grad,
             bias_dtype=None if bias is None else bias.dtype,
             bias_grad=needs_grad and wanted(bias),
-            key_weight=key_weight is not None,
+            key_weight="key_weight" in given,
             key_weight_grad=(needs_grad and wanted(key_weight)) or hidden,
-            alibi=alibi_slopes is not None,
-            alibi_grad=needs_grad and wanted(alibi_slopes),
-            sink=sink is not None,
+            alibi="alibi_slopes" in given,
+            alibi_grad=needs_grad and wanted(tensors.get("alibi_slopes")),
+            sink="sink" in given,
+            mask="mask" in given,
+            given=given,
         )
 
 

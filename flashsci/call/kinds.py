@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import UnionType
@@ -21,6 +21,9 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+#: The kinds of call that have kernels of their own; ATTENTION stands for dense and packed calls.
+ATTENTION, PAGED, FP8, RESIDUAL = "attention", "paged", "fp8", "residual"
 
 
 class Role(Enum):
@@ -108,11 +111,6 @@ def rules(*declarations: type) -> dict[str, DerivativeRule]:
 def named(declaration: type, *roles: Role) -> tuple[str, ...]:
     """The names of the tensors with one of these roles."""
     return tuple(name for name, field in fields(declaration).items() if field.role in roles)
-
-
-def given(names: Sequence[str], tensors: Sequence[Any]) -> tuple[str, ...]:
-    """The names of the tensors that a call gives."""
-    return tuple([name for name, x in zip(names, tensors, strict=True) if x is not None])
 
 
 _FP32, _INT32, _INT64 = torch.float32, torch.int32, torch.int64

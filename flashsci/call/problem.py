@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashsci.call.kinds import ATTENTION, FP8, PAGED
+
 
 def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:
     """Whether the gradient of a bias is a sum, so that tiles of dS do not hold it.
@@ -76,6 +78,12 @@ class Problem:
     deterministic: bool = False
     paged: bool = False  # keys and values are in a paged cache; no gradients
     cache_dtype: torch.dtype | None = None  # of that cache
+    given: tuple[str, ...] = ()  # the names of the call's tensors; none where only sizes are described
+
+    @property
+    def kind(self) -> str:
+        """The kind of call: of a residual one, that of its attention."""
+        return PAGED if self.paged else FP8 if self.dtype is torch.float8_e4m3fn else ATTENTION
 
     @property
     def bias(self) -> bool:

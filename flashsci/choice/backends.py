@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashsci.call.kinds import ATTENTION as ATTENTION
+from flashsci.call.kinds import FP8 as FP8
+from flashsci.call.kinds import PAGED as PAGED
+from flashsci.call.kinds import RESIDUAL as RESIDUAL
 from flashsci.call.problem import Problem
 from flashsci.choice.loaded import Loaded
-
-#: Kinds of call that have kernels of their own; "attention" stands for dense and packed calls.
-ATTENTION, PAGED, FP8, RESIDUAL = "attention", "paged", "fp8", "residual"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,18 @@ class Backend:
 
     def rejects(self, problem: Problem, anywhere: bool = False) -> str | None:
         """Why its forward cannot serve a call, or None. ``anywhere``: ignore whether this machine can run it."""
-        return (None if anywhere else self.unavailable()) or self.load().rejects(problem)
+        module = self.load()
+        reason = (None if anywhere else self.unavailable()) or module.rejects(problem)
+        return reason or self.ignores(problem, problem.kind)
+
+    def ignores(self, problem: Problem, kind: str) -> str | None:
+        """The refusal of tensors that its kernels of a kind of call do not read, and would ignore; None if there are none.
+
+        A module declares those that it reads: ``READS``, by kind of call.
+        """
+        reads = getattr(self.load(), "READS", {}).get(kind, ())
+        names = [name for name in problem.given if name not in reads]
+        return f"its kernels of {kind} calls do not read {', '.join(names)}" if names else None
 
 
 def _cuda(generation: str, part: str | None, **kinds: str) -> Backend:

@@ -77,7 +77,7 @@ HAVE_RESIDUAL = ("auto", "triton")  # the requests that kernels of residual atte
 
 def rejects_residual(problem: Problem) -> str | None:
     """Why no kernels compute out and scores of a call at once, or None."""
-    reason = rejects("triton", problem)
+    reason = rejects("triton", problem) or find("triton").ignores(problem, RESIDUAL)
     if reason is None and max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         dims = f"{problem.head_dim} and {problem.head_dim_v}"
         reason = f"its kernels of residual attention have head dims up to {MAX_HEAD_DIM}, got {dims}"

@@ -98,11 +98,12 @@ def prepared_backward(
 
 
 def _gradient_backend(choice: Choice, module: Any, saved: Saved, need: int) -> str:
-    q, k, v, bias, key_weight, mask, cu_seqlens_q, _, _, _, alibi_slopes = saved.tensors
-    scalars = saved.scalars
+    tensors, scalars = saved.tensors, saved.scalars
+    q, k, v, bias, cu_seqlens_q = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.cu_seqlens_q
+    given = tuple([name for name, x in zip(tensors._fields, tensors, strict=True) if x is not None])
     features: dict[str, Any] = {}
     bias_shape: tuple[int, ...] = ()
-    if choice.forward in FORWARD_OF_CUDA and module.takes_pairs(saved.tensors, scalars):
+    if choice.forward in FORWARD_OF_CUDA and module.takes_pairs(tensors, scalars):
         return choice.forward
     if bias is not None:
         bias_shape = bias.shape
@@ -114,12 +115,28 @@ def _gradient_backend(choice: Choice, module: Any, saved: Saved, need: int) -> s
     known = all(type(n) is int for n in (*q.shape, *k.shape, *window, sequences))
     sizes = _Sizes(q.shape, k.shape, bias_shape, sequences) if known else None
     return _gradients_of(
-        choice, module.hopper_takes(saved, need), q.device, q.dtype, q.shape[-1], v.shape[-1], sizes,
-        mask=mask is not None, key_weight=key_weight is not None, alibi=alibi_slopes is not None, varlen=cu_seqlens_q is not None,
-        window_left=window[0] if known else -1, window_right=window[1] if known else -1,
-        lower_right=scalars.lower_right, softcap=1.0 if scalars.softcap else 0.0, dropout_p=0.5 if scalars.dropout_p else 0.0, precision=scalars.precision,
-        deterministic=scalars.deterministic, requires_grad=True, **features,
-    )  # fmt: skip
+        choice,
+        module.hopper_takes(saved, need),
+        q.device,
+        q.dtype,
+        q.shape[-1],
+        v.shape[-1],
+        sizes,
+        given=given,
+        mask="mask" in given,
+        key_weight="key_weight" in given,
+        alibi="alibi_slopes" in given,
+        varlen=cu_seqlens_q is not None,
+        window_left=window[0] if known else -1,
+        window_right=window[1] if known else -1,
+        lower_right=scalars.lower_right,
+        softcap=1.0 if scalars.softcap else 0.0,
+        dropout_p=0.5 if scalars.dropout_p else 0.0,
+        precision=scalars.precision,
+        deterministic=scalars.deterministic,
+        requires_grad=True,
+        **features,
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -141,7 +141,7 @@ def sharing(choice: Choice) -> Any:
 
 def _instead_of_triton(module: Any, problem: Problem, strides: bool, anywhere: bool) -> GradientKernels:
     """The gradients' choice for a call that Triton computed because ``auto`` chose it."""
-    reason = (None if anywhere else BACKENDS["cuda"].unavailable()) or module.rejects(problem)
+    reason = BACKENDS["cuda"].rejects(problem, anywhere)
     generation, lacks = (0, reason) if reason else module.backward_kernels(problem, strides)
     if lacks is None:
         rule = preferences.find("gradients", problem, generation, "triton")

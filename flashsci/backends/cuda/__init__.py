@@ -14,13 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from flashsci.backends.cuda import decisions, layouts, library, prepared
-from flashsci.backends.cuda.capabilities import WEIGHTED, backward_kernels, older_backward, rejects
+from flashsci.backends.cuda.capabilities import READS, WEIGHTED, backward_kernels, older_backward, rejects
 from flashsci.backends.cuda.decisions import hopper_takes
 from flashsci.backends.cuda.library import build_info, library_path, stale, unavailable
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
 from flashsci.errors import BackendError
 
 __all__ = [
+    "READS",
     "SM75",
     "SM80",
     "SM90",
@@ -194,6 +195,7 @@ def prepared_backward(
 def _restricted_to(generation: int) -> SimpleNamespace:
     return SimpleNamespace(
         FUSED=FUSED,
+        READS=READS,
         unavailable=unavailable,
         rejects=functools.partial(rejects, generation=generation),
         backward_kernels=functools.partial(backward_kernels, generation=generation),

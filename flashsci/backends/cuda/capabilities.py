@@ -9,11 +9,22 @@ from __future__ import annotations
 import torch
 
 from flashsci.backends.cuda import decisions, fp8, library, paged
+from flashsci.call import kinds
 from flashsci.call.fp8_ops import FP8
 from flashsci.call.problem import Problem
 
 MAX_HEAD_DIM = 256
 GENERATIONS = (90, 80, 75)  # newest first, as the library tries them
+_ROWS = frozenset(("q", "k", "v"))
+_OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
+#: The tensors that the library reads, by kind of call; a sink by the pass behind its kernels (flashsci/call/sink.py).
+READS = {
+    kinds.ATTENTION: _ROWS | _OFFSETS | {"bias", "key_weight", "mask", "sink"},
+    kinds.PAGED: frozenset(
+        ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
+    ),
+    kinds.FP8: _ROWS | _OFFSETS | {"q_scale", "k_scale", "v_scale"},
+}
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _UNITS = {"forward": "fwd", "backward": "bwd"}
 

@@ -31,7 +31,7 @@ from flashsci.backends.triton.plans import (  # noqa: F401
     residual,
     second_order,
 )
-from flashsci.call import derivatives, fp8_ops, ops
+from flashsci.call import derivatives, fp8_ops, kinds, ops
 from flashsci.call.ops import Saved, Scalars, Tensors
 from flashsci.call.problem import Problem
 
@@ -59,6 +59,19 @@ def prepared_backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, ne
 
 
 FUSED = True
+_ROWS = frozenset(("q", "k", "v"))
+_OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
+#: The tensors that it reads, by kind of call; a sink by the pass behind the kernels (flashsci/call/sink.py).
+READS = {
+    kinds.ATTENTION: _ROWS
+    | _OFFSETS
+    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink"},
+    kinds.PAGED: frozenset(
+        ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
+    ),
+    kinds.FP8: _ROWS | _OFFSETS | {"q_scale", "k_scale", "v_scale"},
+    kinds.RESIDUAL: _ROWS | {"bias", "dropout_seed"},
+}
 
 
 def unavailable() -> str | None:

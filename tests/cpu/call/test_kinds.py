@@ -1,0 +1,170 @@
+"""The declaration of each kind of call: complete, consistent, and what no backend reads is refused."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashsci
+import flashsci.api.attention
+import flashsci.api.fp8
+import flashsci.api.paged
+import flashsci.api.residual
+import flashsci.api.varlen
+from flashsci.call import kinds, ops
+from flashsci.call.fp8_ops import FP8Tensors
+from flashsci.call.paged_ops import PagedTensors
+from flashsci.call.plans import plans
+from flashsci.call.residual_ops import ResidualCall
+from flashsci.choice import backends, choose
+from flashsci.errors import BackendError
+
+DECLARATIONS = (
+    kinds.Dense,
+    kinds.Packed,
+    kinds.Drawn,
+    kinds.Scales,
+    ops.Tensors,
+    PagedTensors,
+    FP8Tensors,
+    ResidualCall,
+)
+EVERY = ("reference", "sdpa", "eager", "triton")
+SOME = ("reference", "triton")
+NEW = "pair_factor"
+
+
+@pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda x: x.__name__)
+def test_every_tensor_has_a_role(declaration):
+    found = kinds.fields(declaration)
+    assert tuple(found) == declaration._fields
+    for field in found.values():
+        assert (field.type is Tensor) == (field.argument is not None), field.name
+
+
+def test_one_name_has_one_role():
+    """A tensor has one place in the formula, in whatever kind of call it is given."""
+    roles = {}
+    for declaration in DECLARATIONS:
+        for name in declaration._fields:
+            roles.setdefault(name, set()).add(kinds.fields(declaration)[name].role)
+    assert all(len(found) == 1 for found in roles.values()), roles
+
+
+def test_tangents_are_the_first_tensors():
+    """Raw ops, bits of needed gradients and autograd nodes count from the first tensor."""
+    leaves = ops.Tangents._fields
+    assert leaves == ops.Tensors._fields[: len(leaves)]
+    assert all(kinds.rules(ops.Tensors)[name].reverse for name in leaves)
+    bits = [getattr(ops, f"NEED_{name.upper()}") for name in (*leaves, "dout", "dlse")]
+    assert bits == [1 << i for i in range(len(bits))]
+
+
+def test_what_users_give_reaches_kernels_under_its_name():
+    """A sink is the exception: the pass behind the kernels reads it."""
+    given = {*kinds.Dense._fields, *kinds.Packed._fields, *kinds.Drawn._fields}
+    assert given - set(ops.Tensors._fields) == {"sink"}
+    assert set(ops.Tensors._fields) - given == {"bias_offsets"}
+
+
+def wider(declaration):
+    """The declaration with one more tensor, which every call gives."""
+    hints = typing.get_type_hints(declaration, include_extras=True)
+    made = typing.NamedTuple("Wider", [*hints.items(), (NEW, kinds.Bias)])
+    made.__new__.__defaults__ = (*declaration._field_defaults.values(), torch.ones(()))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_decided():
+    """Plans and choices of another declaration would be found."""
+    for cache in (plans, choose._choices):
+        cache.clear()
+    yield
+    for cache in (plans, choose._choices):
+        cache.clear()
+
+
+def rows(*shape):
+    return torch.randn(3, *shape).unbind(0)
+
+
+def dense(backend, monkeypatch):
+    monkeypatch.setattr(flashsci.api.attention, "Dense", wider(kinds.Dense))
+    return lambda: flashsci.attention(*rows(1, 2, 4, 8), backend=backend)
+
+
+def packed(backend, monkeypatch):
+    monkeypatch.setattr(flashsci.api.varlen, "Packed", wider(kinds.Packed))
+    return lambda: flashsci.varlen_attention(*rows(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32), backend=backend)
+
+
+def residual(backend, monkeypatch):
+    for module in (flashsci.api.attention, flashsci.api.residual):
+        monkeypatch.setattr(module, "Dense", wider(kinds.Dense))
+    return lambda: flashsci.residual_attention(*rows(1, 2, 4, 8), backend=backend)
+
+
+def fp8(backend, monkeypatch):
+    monkeypatch.setattr(flashsci.api.fp8, "FP8Options", wider(flashsci.api.fp8.FP8Options))
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in rows(1, 2, 4, 16))
+    return lambda: flashsci.attention(q, k, v, backend=backend)
+
+
+def paged(backend, monkeypatch):
+    monkeypatch.setattr(flashsci.api.paged, "PagedTensors", wider(PagedTensors))
+    tables = dict(
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        seqused_k=torch.tensor([3], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+    )
+    cache = torch.randn(1, 16, 2, 16)
+    return lambda: flashsci.paged_attention(torch.randn(1, 2, 16), cache, cache, **tables, backend=backend)
+
+
+CALLS = [(call, b) for call in (dense, residual) for b in EVERY] + [
+    (call, b) for call in (packed, fp8, paged) for b in SOME
+]
+
+
+@pytest.mark.parametrize("call, backend", CALLS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_tensor_that_no_kernel_reads_is_refused(call, backend, monkeypatch):
+    """A new tensor of a kind of call is refused by each backend until it declares that it reads it."""
+    with monkeypatch.context() as patch:
+        compute = call(backend, patch)
+        with pytest.raises(BackendError, match=f"do not read {NEW}"):
+            compute()
+        kind = {"dense": "attention", "packed": "attention"}.get(call.__name__, call.__name__)
+        module = backends.find(backend).load()
+        reads = {**module.READS, "attention": module.READS["attention"] | {NEW}}
+        if kind in reads:
+            reads[kind] = reads[kind] | {NEW}
+        patch.setattr(module, "READS", reads)
+        if call is not paged:  # its kernels get the tuple itself
+            compute()
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:sm75", "cuda:sm80", "cuda:sm90"])
+def test_the_library_declares_what_it_reads(name):
+    backend = backends.find(name)
+    problem = flashsci.explain(*rows(1, 2, 4, 8), mask=torch.ones(4, 4, dtype=torch.bool)).problem
+    assert problem.given == ("q", "k", "v", "mask")
+    assert backend.ignores(problem, problem.kind) is None
+    slopes = flashsci.explain(*rows(1, 2, 4, 8), alibi_slopes=torch.ones(2)).problem
+    assert "alibi_slopes" in backend.ignores(slopes, slopes.kind)
+
+
+@pytest.mark.parametrize("name", [*backends.BACKENDS, *backends.GENERATIONS, "eager", "reference:packed"])
+def test_only_declared_tensors_are_read(name):
+    """A misspelt name would read nothing and refuse every call that gives the tensor."""
+    known = {
+        kinds.ATTENTION: {*kinds.Dense._fields, *ops.Tensors._fields},
+        kinds.PAGED: set(PagedTensors._fields),
+        kinds.FP8: set(FP8Tensors._fields),
+        kinds.RESIDUAL: set(ResidualCall._fields),
+    }
+    for kind, names in backends.find(name).load().READS.items():
+        assert names <= known[kind], kind
