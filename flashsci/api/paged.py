@@ -237,6 +237,9 @@ def write_kv_cache(
     write(key, value, k_cache, v_cache, slot_mapping.contiguous(), *scales)
 
 
+_NEEDED = tuple(name for name, field in fields(PagedTensors).items() if not field.optional)
+
+
 def describe(
     given: PagedTensors, out: Tensor | None, max_seqlen_q: int | None, options: arguments.Options
 ) -> tuple[Any, ...]:
@@ -245,8 +248,8 @@ def describe(
     Raises:
         TypeError, ValueError: as :func:`paged_attention` documents.
     """
-    declared, tensors = fields(PagedTensors), given._asdict()
-    needed = {name: x for name, x in tensors.items() if name in declared and not declared[name].optional}
+    tensors = dict(zip(given._fields, given, strict=True))
+    needed = {name: tensors[name] for name in _NEEDED}
     optional = {name: x for name, x in tensors.items() if name not in needed}
     _check_all("paged_attention", needed, dict(**optional, out=out))
     q, k_cache, v_cache, sink = given.q, given.k_cache, given.v_cache, given.sink

@@ -194,6 +194,9 @@ def _repeating(plan: Plan, needs_grad: bool, again: Run) -> Run:
     return run
 
 
+_OFFSETS = named(Packed, Role.INDEX)
+
+
 def _plan(
     given: Packed,
     longest: tuple[int | None, int | None],
@@ -206,7 +209,7 @@ def _plan(
     def make() -> Plan:
         choice = decide(ATTENTION, describe(given, options, needs_grad), backend)
         if choice.forward == "reference":
-            for name in named(Packed, Role.INDEX):
+            for name in _OFFSETS:
                 offsets = getattr(given, name)
                 if offsets is not None:
                     arguments.check_unmapped(name, offsets)
