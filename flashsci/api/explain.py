@@ -20,7 +20,7 @@ from flashsci.api.varlen import varlen_attention
 from flashsci.call import arguments, transforms
 from flashsci.call.fp8_ops import FP8Tensors
 from flashsci.call.kinds import Dense, Packed, Role, fields, named
-from flashsci.call.ops import Tangents, Tensors
+from flashsci.call.ops import Tensors
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.plans import gradients
 from flashsci.call.problem import problem_of
@@ -145,7 +145,7 @@ def _with_kernels(
     if not (by_cuda or (choice.gradients == BY_RULES and needs_grad)) or q.is_nested:
         return found
     naming = _naming()
-    flags = gradients(*tensors[: len(Tangents._fields)]) if needs_grad else ()
+    flags = gradients(*tensors.leaves) if needs_grad else ()
     need = sum(1 << i for i, wanted in enumerate(flags) if wanted)
     rows = Tensors(*map(naming.without_memory, tensors))
     if tensors.cu_seqlens_q is None:

@@ -287,6 +287,9 @@ def plain_scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
     return products.view(shape)
 
 
+_BIAS = ResidualCall._fields.index("bias")  # among the tensors that nodes save, and their gradients
+
+
 class Residual(torch.autograd.Function):
     """out, scores = residual attention.
 
@@ -315,10 +318,10 @@ class Residual(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:5]
         found = _gradients(ctx.options, tensors, wanted, dout, dscores)
         if found is None:
-            need_bias = wanted[3]
+            need_bias = wanted[_BIAS]
             call = call_of(*tensors, *ctx.options)
             rows = ctx.kernels.backward(dout, dscores, call, out, lse, scores, need_bias)
-            found = _summed(rows, wanted, tensors[3])
+            found = _summed(rows, wanted, tensors[_BIAS])
         return (None, *found, None, *(None,) * len(ctx.options))
 
 
@@ -339,8 +342,8 @@ class DirectResidual(torch.autograd.Function):
         tensors = saved[:5]
         found = _gradients(kept.options, tensors, wanted, dout, dscores)
         if found is None:
-            rows = kept.backward(dout, dscores, saved, wanted[3])
-            found = _summed(rows, wanted, tensors[3])
+            rows = kept.backward(dout, dscores, saved, wanted[_BIAS])
+            found = _summed(rows, wanted, tensors[_BIAS])
         return (None, *found)
 
 
@@ -378,7 +381,7 @@ def _summed(found: Sequence[Tensor | None], wanted: tuple[bool, ...], bias: Tens
     """dq, dk, dv, and the gradient of the bias, summed from that of the scores."""
     *rows, change = found
     gradients = [x if want else None for x, want in zip(rows, wanted, strict=False)]
-    if not wanted[3] or bias is None or change is None:
+    if not wanted[_BIAS] or bias is None or change is None:
         return [*gradients, None]
     if change.shape != bias.shape:
         change = change.sum_to_size(bias.shape)

@@ -49,7 +49,7 @@ def rejects(problem: Problem) -> str | None:
 
 def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, None]:
     """out [*, Hq, Sq, Dv]; no lse."""
-    q, k, v, bias, _, mask, *_ = tensors
+    q, k, v, bias, mask = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.mask
     heads = q.shape[-3] if q.dim() > 2 else 1
     k, v = (reference.per_query_head(x, heads) for x in (k, v))
     if holds(k.shape[-2] < q.shape[-1]):  # fewer scores than numbers in q

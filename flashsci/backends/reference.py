@@ -341,7 +341,9 @@ def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> t
     Both are differentiable in q, k, v, bias, key_weight, alibi_slopes and sink [Hq]. (Other backends compute no sink:
     flashsci/call/sink.py.)
     """
-    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, alibi = tensors
+    q, k, v, bias, key_weight = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight
+    mask, seed, alibi = tensors.mask, tensors.dropout_seed, tensors.alibi_slopes
+    cu_seqlens_q, cu_seqlens_k, bias_offsets = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.bias_offsets
     if cu_seqlens_q is None:
         out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars)
     else:

@@ -32,13 +32,13 @@ def _forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, ...]:
 def _leaves(saved: Saved) -> tuple[list[Tensor], Callable[..., tuple[Tensor, Tensor]]]:
     """The tensors that have gradients, without the graph of the call; and out and lse as a function of them, with a
     graph."""
-    present = [x for x in saved.tensors[:5] if x is not None]
+    present = [x for x in saved.tensors.leaves if x is not None]
     leaves = [x.detach().requires_grad_() for x in present]
 
     def compute() -> tuple[Tensor, Tensor]:
         given = iter(leaves)
-        of_leaves = [None if x is None else next(given) for x in saved.tensors[:5]]
-        return reference.forward(Tensors._make((*of_leaves, *saved.tensors[5:])), saved.scalars)
+        of_leaves = [None if x is None else next(given) for x in saved.tensors.leaves]
+        return reference.forward(saved.tensors.with_leaves(of_leaves), saved.scalars)
 
     return leaves, compute
 
@@ -81,7 +81,7 @@ def _double_backward(
         dout, dlse = _zeros(saved.out, dout), _zeros(saved.lse, dlse)
         leaves, along = _along(saved, tangents, dout, dlse)
         found = iter(torch.autograd.grad(along, (*leaves, dout, dlse), materialize_grads=True))
-    every = [None if x is None else next(found) for x in (*saved.tensors[:5], dout, dlse)]
+    every = [None if x is None else next(found) for x in (*saved.tensors.leaves, dout, dlse)]
     return tuple(saved.out.new_empty(0) if x is None or not need >> i & 1 else x for i, x in enumerate(every))
 
 

@@ -143,7 +143,7 @@ def _only_bias_has_gradient(q: Tensor, k: Tensor, v: Tensor, merged: Tensor | No
 
 def forward(tensors: Tensors, scalars: Scalars) -> tuple[Tensor, Tensor | None]:
     """out [*, Hq, Sq, Dv]; SDPA returns no lse."""
-    q, k, v, bias, key_weight, mask, *_ = tensors
+    q, k, v, bias, key_weight, mask = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight, tensors.mask
     if q.numel() == 0 or k.numel() == 0 or transforming():
         # No key at all, or a functorch or forward-mode level that autograd.Function cannot follow.
         return reference.forward(tensors, scalars)[0], None

@@ -11,7 +11,7 @@ from enum import Flag
 from typing import NamedTuple
 
 from flashsci.call import kinds
-from flashsci.call.kinds import EVERY, FIXED, PLACES, Dense, DerivativeRule, Drawn, Packed, Scales
+from flashsci.call.kinds import EVERY, FIXED, PLACES, Dense, DerivativeRule, Packed, Scales, Seeded
 from flashsci.call.ops import Tangents
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.residual_ops import ResidualCall
@@ -38,8 +38,8 @@ _GIVEN = EVERY._replace(
     lacking=dict.fromkeys(("triton", "cuda"), "its second derivative is that of the forward's own out and lse")
 )
 
-_DENSE = kinds.rules(Dense, Drawn, Scales)
-_PACKED = kinds.rules(Packed, Drawn, Scales)
+_DENSE = kinds.rules(Dense, Seeded, Scales)
+_PACKED = kinds.rules(Packed, Seeded, Scales)
 _PART = DerivativeRule(reverse=True, second=True)  # of a tensor that is split over ranks
 
 _ENDED = "call inside torch.no_grad() or torch.inference_mode(), or"

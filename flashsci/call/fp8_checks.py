@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
 from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
+from flashsci.call.kinds import Role, named
 from flashsci.call.op_checks import need, numbers, rows, rows_fit, same, shapes, whole
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
@@ -19,7 +21,7 @@ def attention(tensors: FP8Tensors, scalars: FP8Scalars, head_dim: int = sys.maxs
     Raises:
         TypeError, ValueError: arguments that do not fit.
     """
-    q, k, v, *scales, edges_q, edges_k = tensors
+    q, k, v, edges_q, edges_k = tensors.q, tensors.k, tensors.v, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     given = shapes(q=q, k=k, v=v)
     rank = q.dim()
     need(
@@ -38,7 +40,8 @@ def attention(tensors: FP8Tensors, scalars: FP8Scalars, head_dim: int = sys.maxs
                 f"{name} must be a vector of N + 1 offsets, got {list(x.shape)}",
             )
             same(name, x, edges_q.shape, (torch.int32,), q)
-    for name, scale, x in zip(("q_scale", "k_scale", "v_scale"), scales, (q, k, v), strict=True):
+    for name, x in (("q_scale", q), ("k_scale", k), ("v_scale", v)):
+        scale = getattr(tensors, name)
         if scale is not None:
             same(name, scale, scale.shape, (torch.float32,), q)
             need(
@@ -55,7 +58,11 @@ def check_out_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"flashsci: out_dtype must be {allowed}, got {dtype}")
 
 
+_ROWS, _INDICES = named(FP8Tensors, Role.ROWS), named(FP8Tensors, Role.INDEX)
+
+
 def as_kernels_read(tensors: FP8Tensors) -> FP8Tensors:
     """The tensors, with copies of those that are not stored as kernels read them."""
-    q, k, v, q_scale, k_scale, v_scale, edges_q, edges_k = tensors
-    return FP8Tensors(rows(q), rows(k), rows(v), q_scale, k_scale, v_scale, whole(edges_q), whole(edges_k))
+    copied: dict[str, Any] = {name: rows(getattr(tensors, name)) for name in _ROWS}
+    copied |= {name: whole(getattr(tensors, name)) for name in _INDICES}
+    return tensors._replace(**copied)

@@ -169,7 +169,7 @@ class Packed(NamedTuple):
     sink: Sink = None
 
 
-class Drawn(NamedTuple):
+class Seeded(NamedTuple):
     """The seed of a call with dropout."""
 
     dropout_seed: Seed = None

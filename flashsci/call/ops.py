@@ -56,6 +56,15 @@ class Tensors(NamedTuple):
     dropout_seed: kinds.Seed = None
     alibi_slopes: kinds.Slopes = None  # fp32 [*, Hq], packed [N or 1, Hq]
 
+    @property
+    def leaves(self) -> tuple[Tensor | None, ...]:
+        """The tensors that have gradients in kernels, in the order of :class:`Tangents`."""
+        return self[: len(Tangents._fields)]
+
+    def with_leaves(self, leaves: Sequence[Any]) -> Tensors:
+        """The call with other tensors in the place of :attr:`leaves`."""
+        return self._replace(**dict(zip(Tangents._fields, leaves, strict=True)))
+
     def has_strided_bias(self) -> bool:
         """Whether the bias is worth a copy: its keys are not neighbours in memory, and no dim is expanded.
 

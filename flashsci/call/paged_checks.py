@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call import memory
+from flashsci.call.kinds import Role, named
 from flashsci.call.op_checks import (
     MAX_LENGTH,
     inner_contiguous,
@@ -42,7 +43,7 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits:
     Raises:
         TypeError, ValueError: arguments that do not fit.
     """
-    q, k_cache, v_cache, table, used, edges, sink, k_scale, v_scale = tensors
+    q, k_cache, v_cache, table, sink = tensors.q, tensors.k_cache, tensors.v_cache, tensors.block_table, tensors.sink
     given = shapes(q=q, k_cache=k_cache, v_cache=v_cache)
     _dtype("q", q, limits)
     need(q.dim() == 3, f"q must be packed, [T, Hq, D], got {list(q.shape)}")
@@ -60,8 +61,8 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits:
     )
     sequences = table.shape[0]
     same("block_table", table, table.shape, (torch.int32,), q)
-    same("seqused_k", used, (sequences,), (torch.int32,), q)
-    same("cu_seqlens_q", edges, (sequences + 1,), (torch.int32,), q)
+    same("seqused_k", tensors.seqused_k, (sequences,), (torch.int32,), q)
+    same("cu_seqlens_q", tensors.cu_seqlens_q, (sequences + 1,), (torch.int32,), q)
     keys = table.shape[1] * k_cache.shape[1]
     need(
         max(keys, q.shape[0] * q.shape[1], sequences) <= limits.length,
@@ -70,22 +71,23 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits:
     )
     if sink is not None:
         same("sink", sink, (q.shape[1],), (q.dtype, torch.float32), q)
-    for name, of_cache in (("k_scale", k_scale), ("v_scale", v_scale)):
+    for name, of_cache in (("k_scale", tensors.k_scale), ("v_scale", tensors.v_scale)):
         if of_cache is not None:
             same(name, of_cache, (sequences, heads_k), (torch.float32,), q)
     same("out", out, (*q.shape[:2], v_cache.shape[-1]), (q.dtype,), q)
     inner_contiguous("out", out)
     unfolded("out", out)
-    _, scale, softcap, left, right, _ = scalars
-    numbers(scale, softcap, left, right, torch.finfo(statistics_dtype(q.dtype)).max)
+    most = torch.finfo(statistics_dtype(q.dtype)).max
+    numbers(scalars.scale, scalars.softcap, scalars.window_left, scalars.window_right, most)
+
+
+_INDICES = named(PagedTensors, Role.INDEX)
 
 
 def as_kernels_read(tensors: PagedTensors) -> PagedTensors:
     """The tensors, with copies of q and of small tensors that are not stored as kernels read them."""
-    q, k_cache, v_cache, table, used, edges, sink, k_scale, v_scale = tensors
-    return PagedTensors(
-        rows(q), k_cache, v_cache, table.contiguous(), used.contiguous(), edges.contiguous(), whole(sink), k_scale, v_scale
-    )  # fmt: skip
+    indices = {name: getattr(tensors, name).contiguous() for name in _INDICES}
+    return tensors._replace(q=rows(tensors.q), **indices, sink=whole(tensors.sink))
 
 
 def attention_apart(tensors: PagedTensors, out: Tensor) -> None:

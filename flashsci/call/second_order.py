@@ -16,7 +16,6 @@ from flashsci.choice import backends, differentiate
 from flashsci.choice.gradients import named, written
 
 BACKENDS = ("sdpa",)  # backends whose graphs end there
-_GRADIENTS = 4  # of q, k, v, bias: SDPA has none of key weights
 
 
 def differentiable_twice(out: Tensor, tensors: Tensors, scalars: Scalars) -> Tensor:
@@ -35,7 +34,9 @@ def first_order(tensors: Tensors) -> Tensors:
     """
     if not tensors.q.is_cuda or torch.compiler.is_compiling() or transforming():
         return tensors
-    return Tensors(*FirstOrder.apply(*tensors[:_GRADIENTS]), *tensors[_GRADIENTS:])
+    # SDPA has no gradient of key weights.
+    q, k, v, bias = FirstOrder.apply(tensors.q, tensors.k, tensors.v, tensors.bias)
+    return tensors._replace(q=q, k=k, v=v, bias=bias)
 
 
 class FirstOrder(torch.autograd.Function):

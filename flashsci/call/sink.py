@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flashsci.call import recompute
-from flashsci.call.ops import Given, Tensors, bypasses_dispatcher, follow_layout
+from flashsci.call.ops import Given, Tangents, Tensors, bypasses_dispatcher, follow_layout
 from flashsci.call.plans import Call, Plan, Run, remember
 from flashsci.call.torch_state import transforming
 from flashsci.choice.gradients import written
@@ -135,7 +135,7 @@ class SinkForward(torch.autograd.Function):
             return None, None, *_recorded(plan, [sink, *tensors], wanted, dout, dlse)
         from flashsci.call.autograd import eager_backward  # imports the compiler
 
-        need = sum(1 << i for i, x in enumerate(wanted[1:6]) if x)
+        need = sum(1 << i for i, x in enumerate(wanted[1 : 1 + len(Tangents._fields)]) if x)
         saved = (*tensors, out, lse)
         found = eager_backward(plan, dout, dlse, saved, need) if need else ()
         gradients = [x if wanted[1 + i] else None for i, x in enumerate(found)]

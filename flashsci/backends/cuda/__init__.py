@@ -64,13 +64,11 @@ def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Te
             raise BackendError(f"flashsci: {reason}")
     _require_served(tensors, scalars)
     tensors = layouts.whole_rows(tensors)
-    q, k, v, _, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
-    inputs = q, k, v, layouts.bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k
     result: tuple[Tensor, Tensor] = _call(
         library.ops[0],
         generation,
-        *inputs,
-        *_options(scalars),
+        *layouts.inputs(tensors),
+        *layouts.options(scalars),
         generation,
         tensors.key_weight is not None,
     )
@@ -95,12 +93,6 @@ def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
     return bool(others) or weighted or packed_bias
 
 
-def _options(scalars: Scalars) -> tuple[Any, ...]:
-    """The options of the library's forward; its backward takes the first of them."""
-    *options, _, precision, _ = scalars
-    return *options, precision == "tf32"
-
-
 def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:
     """Whether the library takes a bias whose keys are not neighbours in memory at least as well as a copy with
     neighbouring keys.
@@ -122,7 +114,7 @@ def _takes_bias(tensors: Tensors, scalars: Scalars, generation: int) -> int:
         return 0
     if tensors.q.device.type != "cuda":
         return 0
-    return prepared.takes_bias(library.handle, tensors, (*_options(scalars), generation))
+    return prepared.takes_bias(library.handle, tensors, (*layouts.options(scalars), generation))
 
 
 def prepared_forward(
@@ -138,7 +130,7 @@ def prepared_forward(
     if library.fills_results():
         return general
     weighted = tensors.key_weight is not None
-    options = *_options(scalars), generation, weighted
+    options = *layouts.options(scalars), generation, weighted
     return prepared.PreparedForward(library.handle, tensors, options, general)
 
 
@@ -148,7 +140,7 @@ def backward(
     """dq, dk, dv, dbias, dkey_weight of a call that `backward_kernels` accepts."""
     _require_served(saved.tensors, saved.scalars)
     tensors = layouts.whole_rows(saved.tensors.laid_out())
-    q, k, v, _, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
+    q, weights = tensors.q, tensors.key_weight
     out, lse = saved.out, saved.lse.contiguous()
     if dout is not None and dout.stride(-1) != 1:
         dout = dout.contiguous()
@@ -156,8 +148,8 @@ def backward(
         out = out.contiguous()
     if weights is not None:
         out, dout = layouts.on_16_bytes(out), None if dout is None else layouts.on_16_bytes(dout)
-    inputs = q, k, v, layouts.bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k, out, lse
-    options = *_options(saved.scalars), saved.scalars.deterministic, generation
+    inputs = *layouts.inputs(tensors), out, lse
+    options = *layouts.options(saved.scalars), saved.scalars.deterministic, generation
     if weights is None:
         result: tuple[Tensor, ...] = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need)
         return *result, q.new_empty(0)
@@ -187,7 +179,7 @@ def prepared_backward(
     if library.fills_results():
         return general
     weighted = saved.tensors.key_weight is not None
-    options = *_options(scalars), scalars.deterministic, generation, weighted
+    options = *layouts.options(scalars), scalars.deterministic, generation, weighted
     by_pairs = takes_pairs(saved.tensors, scalars, generation) and dout is not None
     return prepared.PreparedBackward(library.handle, dout, dlse, saved, need, options, general, by_pairs)
 

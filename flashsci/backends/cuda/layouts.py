@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flashsci.call.ops import NEED_BIAS, NEED_KEY_WEIGHT, Tensors
+from flashsci.call.ops import NEED_BIAS, NEED_KEY_WEIGHT, Scalars, Tensors
 
 
 def bias_or_weights(tensors: Tensors) -> Tensor | None:
     """The tensor that the library takes as a bias: key weights as [*, Hk or 1, 1, Sk], if a call has them."""
     return tensors.bias if tensors.key_weight is None else tensors.key_weight.unsqueeze(-2)
+
+
+def inputs(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """The tensors in the order of the library's ops, which have no others."""
+    t = tensors
+    return t.q, t.k, t.v, bias_or_weights(t), t.mask, t.cu_seqlens_q, t.cu_seqlens_k
+
+
+def options(scalars: Scalars) -> tuple[Any, ...]:
+    """The options of the library's forward; its backward takes the first of them."""
+    s = scalars
+    window = s.window_left, s.window_right, s.lower_right
+    return s.max_seqlen_q, s.max_seqlen_k, s.scale, s.softcap, *window, s.precision == "tf32"
 
 
 def bias_or_weights_needed(need: int) -> int:
@@ -23,7 +38,7 @@ def whole_rows(tensors: Tensors) -> Tensors:
     others."""
     if tensors.key_weight is None:
         return tensors
-    q, k, v = (on_16_bytes(x) for x in tensors[:3])
+    q, k, v = (on_16_bytes(x) for x in (tensors.q, tensors.k, tensors.v))
     return tensors._replace(q=q, k=k, v=v)
 
 

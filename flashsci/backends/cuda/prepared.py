@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.backends.cuda.layouts import bias_or_weights, bias_or_weights_needed
+from flashsci.backends.cuda.layouts import bias_or_weights, bias_or_weights_needed, inputs
 from flashsci.call.ops import (
     NEED_BIAS,
     NEED_K,
@@ -74,9 +74,7 @@ def takes_bias(library: Any, tensors: Tensors, options: tuple[Any, ...]) -> int:
 
 
 def _prepared_forward(tensors: Tensors, out: Tensor, options: tuple[Any, ...]) -> Tensor:
-    q, k, v, _, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
-    inputs = q, k, v, bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k
-    kept: Tensor = torch.ops.flashsci.cuda_prepared_forward(*inputs, out, *options)
+    kept: Tensor = torch.ops.flashsci.cuda_prepared_forward(*inputs(tensors), out, *options)
     return kept
 
 

@@ -54,8 +54,8 @@ def forward_kernels(tensors: Tensors, scalars: Scalars, device: DescribedDevice,
     Raises:
         RuntimeError: tensors that do not belong together, with the message of the op.
     """
-    options = _options(scalars)
-    inputs = _inputs(tensors)
+    options = layouts.options(scalars)
+    inputs = layouts.inputs(tensors)
     weighted = tensors.key_weight is not None
     return _asked("cuda_forward_kernels", *inputs, *options, generation, weighted, *device)
 
@@ -72,7 +72,7 @@ def backward_kernels(
     tensors, scalars = saved.tensors, saved.scalars
     weighted = tensors.key_weight is not None
     return _asked(
-        "cuda_backward_kernels", dout, dlse, *_inputs(tensors), saved.out, saved.lse, *_options(scalars), scalars.deterministic,
+        "cuda_backward_kernels", dout, dlse, *layouts.inputs(tensors), saved.out, saved.lse, *layouts.options(scalars), scalars.deterministic,
         generation, layouts.bias_or_weights_needed(need), weighted, *device,
     )  # fmt: skip
 
@@ -94,16 +94,6 @@ def fp8_kernels(tensors: FP8Tensors, scalars: FP8Scalars, device: DescribedDevic
 def folders(kernels: Kernels) -> Kernels:
     """The folders of kernels, each once: ``("sm90/bwd", "sm80/dbias")``."""
     return tuple(dict.fromkeys(name.rpartition("/")[0] for name in kernels))
-
-
-def _inputs(tensors: Tensors) -> tuple[Tensor | None, ...]:
-    q, k, v, _, _, mask, cu_seqlens_q, cu_seqlens_k, *_ = tensors
-    return q, k, v, layouts.bias_or_weights(tensors), mask, cu_seqlens_q, cu_seqlens_k
-
-
-def _options(scalars: Scalars) -> tuple[Any, ...]:
-    *options, _, precision, _ = scalars
-    return *options, precision == "tf32"
 
 
 def _asked(op: str, *arguments: Any) -> Kernels | None:

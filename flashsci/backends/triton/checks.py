@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from flashsci.backends.triton import tilings
+from flashsci.call import kinds
+from flashsci.call.kinds import Role
 from flashsci.call.op_checks import need, numbers, rows_fit, same, shapes
 from flashsci.call.ops import Saved, Scalars, Tangents, Tensors, statistics_dtype
 
@@ -36,12 +38,17 @@ def _broadcasts(name: str, x: Tensor, full: Sequence[int], dtypes: Sequence[torc
     same(name, x, x.shape, dtypes, like)
 
 
-def _check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, weight: Tensor | None, mask: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, bias_offsets: Tensor | None, seed: Tensor | None,
-    alibi_slopes: Tensor | None,
-) -> None:  # fmt: skip
+def _dtypes(name: str, q: Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes that a tensor of a call may have."""
+    argument = kinds.fields(Tensors)[name].argument
+    assert argument is not None
+    return tuple(q.dtype if dtype is None else dtype for dtype in argument.dtypes)
+
+
+def _check_inputs(tensors: Tensors) -> None:
     """Check all that shapes, dtypes and devices of ops.Tensors decide."""
+    q, k, v, bias, mask = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.mask
+    cu_q, cu_k, bias_offsets = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.bias_offsets
     given = shapes(q=q, k=k, v=v)
     need(
         q.dtype in DTYPES,
@@ -76,33 +83,33 @@ def _check_inputs(
                 x.dim() == 1 and x.shape[0] >= 1,
                 f"{name} must be a vector of N + 1 offsets, got {list(x.shape)}",
             )
-            same(name, x, x.shape, (torch.int32,), q)
+            same(name, x, x.shape, _dtypes(name, q), q)
         need(
             cu_q.shape == cu_k.shape,
             f"cu_seqlens_q and cu_seqlens_k must have the same length, got {cu_q.shape[0]} and {cu_k.shape[0]}",
         )
         if bias is not None and bias_offsets is None:
-            _broadcasts("bias", bias, (heads, 1, k.shape[-2]), (q.dtype, torch.float32), q)
+            _broadcasts("bias", bias, (heads, 1, k.shape[-2]), _dtypes("bias", q), q)
         elif bias is not None and bias_offsets is not None:
             fits = bias.dim() == 2 and bias.shape[0] in (1, heads)
             need(
                 fits,
                 f"a bias of pairs of packed sequences must be [1 or {heads}, pairs], got {list(bias.shape)}",
             )
-            same("bias", bias, bias.shape, (q.dtype, torch.float32), q)
-            same("bias_offsets", bias_offsets, cu_q.shape, (torch.int64,), q)
-    elif bias is not None:
-        _broadcasts("bias", bias, (*q.shape[:-1], k.shape[-2]), (q.dtype, torch.float32), q)
-    if mask is not None:
-        _broadcasts("mask", mask, (*q.shape[:-1], k.shape[-2]), (torch.bool,), q)
-    if weight is not None:
-        _broadcasts("key_weight", weight, k.shape[:-1], (q.dtype, torch.float32), q)
-    if alibi_slopes is not None:
-        full = (*q.shape[:-3], heads) if cu_q is None else (cu_q.shape[0] - 1, heads)
-        slopes = alibi_slopes.reshape((1,) * (len(full) - alibi_slopes.dim()) + alibi_slopes.shape)
-        _broadcasts("alibi_slopes", slopes, full, (torch.float32,), q)
+            same("bias", bias, bias.shape, _dtypes("bias", q), q)
+            same("bias_offsets", bias_offsets, cu_q.shape, _dtypes("bias_offsets", q), q)
+    full = {Role.SCORES: (*q.shape[:-1], k.shape[-2]), Role.KEYS: tuple(k.shape[:-1])}
+    for name, field in kinds.fields(Tensors).items():
+        x = getattr(tensors, name)
+        if x is not None and field.role in full and not (cu_q is not None and x is bias):
+            _broadcasts(name, x, full[field.role], _dtypes(name, q), q)
+    slopes, seed = tensors.alibi_slopes, tensors.dropout_seed
+    if slopes is not None:
+        shape = (*q.shape[:-3], heads) if cu_q is None else (cu_q.shape[0] - 1, heads)
+        slopes = slopes.reshape((1,) * (len(shape) - slopes.dim()) + slopes.shape)
+        _broadcasts("alibi_slopes", slopes, shape, _dtypes("alibi_slopes", q), q)
     if seed is not None:
-        same("dropout_seed", seed, (2,), (torch.int64,), q)
+        same("dropout_seed", seed, (2,), _dtypes("dropout_seed", q), q)
 
 
 def _check_results(q: Tensor, v: Tensor, of_out: dict[str, Tensor | None], of_lse: dict[str, Tensor | None]) -> None:
@@ -116,8 +123,8 @@ def _check_results(q: Tensor, v: Tensor, of_out: dict[str, Tensor | None], of_ls
 
 def _check_scalars(seed: Tensor | None, scalars: Scalars) -> None:
     """Check seed and options. The longest lengths are hints: any value is allowed."""
-    _, _, scale, softcap, window_left, window_right, _, dropout_p, precision, _ = scalars
-    numbers(scale, softcap, window_left, window_right)
+    dropout_p, precision = scalars.dropout_p, scalars.precision
+    numbers(scalars.scale, scalars.softcap, scalars.window_left, scalars.window_right)
     need(0 <= dropout_p < 1, f"dropout_p must be in [0, 1), got {dropout_p}")
     need(not dropout_p or seed is not None, "dropout needs a dropout_seed")
     need(precision in PRECISIONS, f"precision must be one of {PRECISIONS}, got {precision!r}")
@@ -144,23 +151,17 @@ def checked(
 
     ``of_out`` is out and dout, ``of_lse`` lse and dlse, if the op has them.
     """
-    q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed, alibi_slopes = tensors
-    # Written out, because this is most of the cost of a small call.
+    q, k, v = tensors.q, tensors.k, tensors.v
+    # Written out where every call has a tensor, because this is most of the cost of a small call.
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(),
-        None if bias is None else _kind(bias),
-        None if weight is None else _kind(weight),
-        None if mask is None else _kind(mask),
-        None if cu_q is None else (_kind(cu_q), _kind(cu_k)),
-        None if bias_offsets is None else _kind(bias_offsets),
-        None if seed is None else _kind(seed),
-        None if alibi_slopes is None else _kind(alibi_slopes),
+        *[None if x is None else _kind(x) for x in tensors[3:]],
         *[None if x is None else _kind(x) for x in (*tangents, *of_out, *of_lse)],
         *scalars[2:9],
     )  # fmt: skip
     if key not in _known:
-        _check_inputs(*tensors)
-        _check_scalars(seed, scalars)
+        _check_inputs(tensors)
+        _check_scalars(tensors.dropout_seed, scalars)
         _check_tangents(tangents, tensors)
         _check_results(
             q,
@@ -171,11 +172,9 @@ def checked(
         if len(_known) >= 4096:
             _known.clear()
         _known.add(key)
-    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and cu_q is None and seed is None:
-        return tensors
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    cu_q, cu_k, bias_offsets, seed = (None if x is None else x.contiguous() for x in (cu_q, cu_k, bias_offsets, seed))
-    return Tensors(q, k, v, bias, weight, mask, cu_q, cu_k, bias_offsets, seed, alibi_slopes)
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and tensors.cu_seqlens_q is tensors.dropout_seed is None:
+        return tensors  # the usual call, at once
+    return tensors.laid_out()
 
 
 def check_scores(q: Tensor, shape: Sequence[int], dtype: torch.dtype, **tensors: Tensor | None) -> None:

@@ -25,7 +25,7 @@ from flashsci.errors import BackendError
 DECLARATIONS = (
     kinds.Dense,
     kinds.Packed,
-    kinds.Drawn,
+    kinds.Seeded,
     kinds.Scales,
     ops.Tensors,
     PagedTensors,
@@ -65,7 +65,7 @@ def test_tangents_are_the_first_tensors():
 
 def test_what_users_give_reaches_kernels_under_its_name():
     """A sink is the exception: the pass behind the kernels reads it."""
-    given = {*kinds.Dense._fields, *kinds.Packed._fields, *kinds.Drawn._fields}
+    given = {*kinds.Dense._fields, *kinds.Packed._fields, *kinds.Seeded._fields}
     assert given - set(ops.Tensors._fields) == {"sink"}
     assert set(ops.Tensors._fields) - given == {"bias_offsets"}
 
