@@ -119,7 +119,10 @@ def attention_backward(
         call = describe(Dense(q, k, v, bias, key_weight, mask, alibi_slopes), options, needs_grad)
         equal = all(x.dim() == q.dim() and x.shape[:-3] == q.shape[:-3] for x in (k, v))
         if not equal or q.dim() > 5:
-            raise ValueError("attention_backward takes q, k, v with equal leading dims, at most two before the heads")
+            raise ValueError(
+                "attention_backward takes q, k, v with equal leading dims, at most two before the heads, got "
+                f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}; expand them to one batch and flatten its dims"
+            )
         kernel_bias, mask = (with_rank(x, q.dim()) for x in (bias, mask))
         kernel_weight = with_rank(key_weight, q.dim() - 1)
         lse_shape = tuple(q.shape[:-1])

@@ -140,7 +140,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
     arguments.check_types(q, k, v, bias=bias)
     if q.is_nested:
         raise ValueError(
-            "residual_attention takes no nested tensors, whose scores have no common shape; pad them, with -inf in the bias"
+            "residual_attention takes no nested tensors: their scores have no common shape; pad them, and put -inf in the "
+            "bias of the padding"
         )
     if bias is not None and bias.dtype is torch.bool:
         raise TypeError(

@@ -389,7 +389,10 @@ def backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) 
     Scores are rounded to the inputs' dtype, as in the forward. The lse of a backend that keeps scores in fp32 belongs
     to P up to that rounding.
     """
-    q, k, v, bias, key_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, seed, alibi = saved.tensors
+    tensors = saved.tensors
+    q, k, v, bias, key_weight = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight
+    mask, seed, alibi = tensors.mask, tensors.dropout_seed, tensors.alibi_slopes
+    cu_seqlens_q, cu_seqlens_k, bias_offsets = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.bias_offsets
     out, lse, scalars = saved.out, saved.lse, saved.scalars
     dout = torch.zeros_like(out) if dout is None else dout
     if cu_seqlens_q is None:

@@ -65,7 +65,7 @@ FIXED = DerivativeRule()
 
 
 class Argument(NamedTuple):
-    """What an annotation declares of a tensor."""
+    """The declaration of a tensor, as an annotation carries it."""
 
     role: Role
     rule: DerivativeRule

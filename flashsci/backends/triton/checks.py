@@ -155,7 +155,7 @@ def checked(
     # Written out where every call has a tensor, because this is most of the cost of a small call.
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(),
-        *[None if x is None else _kind(x) for x in tensors[3:]],
+        *[None if x is None else (x.shape, x.dtype, x.get_device()) for x in tensors[3:]],
         *[None if x is None else _kind(x) for x in (*tangents, *of_out, *of_lse)],
         *scalars[2:9],
     )  # fmt: skip

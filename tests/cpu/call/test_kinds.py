@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import typing
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ DECLARATIONS = (
     FP8Tensors,
     ResidualCall,
 )
+ROOT = Path(__file__).resolve().parents[3]
 EVERY = ("reference", "sdpa", "eager", "triton")
 SOME = ("reference", "triton")
 NEW = "pair_factor"
@@ -168,3 +171,29 @@ def test_only_declared_tensors_are_read(name):
     }
     for kind, names in backends.find(name).load().READS.items():
         assert names <= known[kind], kind
+
+
+def taken_apart(tree):
+    """Whether code takes the tensors of a call apart by position: six and more at once."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and len(node.targets[0].elts) > 5:
+            value = node.value
+            name = value.id if isinstance(value, ast.Name) else value.attr if isinstance(value, ast.Attribute) else ""
+            if name in ("tensors", "inputs"):
+                return True
+    return False
+
+
+def test_the_guide_lists_the_places_that_count_tensors_by_position():
+    """Everyone else takes a tensor by its name, so that a new one needs no change there."""
+    guide = (ROOT / "CONTRIBUTING.md").read_text().partition("**Its place in the tuple.**")[2].partition("   - **")[0]
+    files = [
+        p.relative_to(ROOT)
+        for room in ("api", "backends", "call", "choice")
+        for p in ROOT.glob(f"flashsci/{room}/**/*.py")
+    ]
+    found = [str(p) for p in files if taken_apart(ast.parse((ROOT / p).read_text()))]
+    assert "flashsci/backends/cuda/prepared.py" in found
+    # Tuples of another kind of call, each beside the declaration that it takes apart.
+    others = {"flashsci/backends/triton/plans/fp8.py", "flashsci/backends/triton/plans/paged.py"}
+    assert [p for p in found if f"`{p}`" not in guide and p not in others] == []
