@@ -64,7 +64,7 @@ _WRITE = (
     "(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? k_scale, "
     "Tensor? v_scale) -> ()"
 )
-_T = len(PagedTensors._fields)
+_T, _S = len(PagedTensors._fields), len(PagedScalars._fields)
 
 
 def empty_lse(q: Tensor, wanted: bool) -> Tensor:
@@ -74,7 +74,8 @@ def empty_lse(q: Tensor, wanted: bool) -> Tensor:
 
 
 def _fake(*given: Any) -> Tensor:
-    tensors, scalars = PagedTensors(*given[:_T]), PagedScalars(*given[_T + 1 :])
+    # The library's op has one more option.
+    tensors, scalars = PagedTensors(*given[:_T]), PagedScalars(*given[_T + 1 : _T + 1 + _S])
     return empty_lse(tensors.q, scalars.return_lse)
 
 
