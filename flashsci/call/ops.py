@@ -100,6 +100,13 @@ def with_rank(x: Tensor | None, rank: int) -> Tensor | None:
     return x if x is None else x[(None,) * (rank - x.dim())]
 
 
+def interleaved(x: Tensor, times: int, dim: int) -> Tensor:
+    """``x.repeat_interleave(times, dim)`` for a negative dim. torch.jit.trace records that function on the CPU alone."""
+    shape = list(x.shape)
+    shape.insert(len(shape) + dim + 1, times)
+    return x.unsqueeze(dim).expand(shape).flatten(dim - 1, dim)
+
+
 #: The arguments of a prepared function: the fields of :class:`Tensors` in their order, in any sequence.
 Given = Sequence[Any]
 
