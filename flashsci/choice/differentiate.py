@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Tensors
 from flashsci.call.problem import problem_of, sums_bias
-from flashsci.call.torch_state import count_flops
+from flashsci.call.torch_state import count_flops, is_traced, tracer_paused
 from flashsci.choice.backends import BACKENDS, FORWARD_OF_CUDA, kernels
 from flashsci.choice.candidates import able, advice
 from flashsci.choice.gradients import Choice, gradients, sharing
@@ -98,6 +100,11 @@ def prepared_backward(
 
 
 def _gradient_backend(choice: Choice, module: Any, saved: Saved, need: int) -> str:
+    with tracer_paused() if is_traced() else nullcontext():  # sizes are numbers, and the decision is no part of a trace
+        return _decided(choice, module, saved, need)
+
+
+def _decided(choice: Choice, module: Any, saved: Saved, need: int) -> str:
     q, k, v, bias, key_weight, mask, cu_seqlens_q, _, _, _, alibi_slopes = saved.tensors
     scalars = saved.scalars
     features: dict[str, Any] = {}
@@ -114,7 +121,7 @@ def _gradient_backend(choice: Choice, module: Any, saved: Saved, need: int) -> s
     known = all(type(n) is int for n in (*q.shape, *k.shape, *window, sequences))
     sizes = _Sizes(q.shape, k.shape, bias_shape, sequences) if known else None
     return _gradients_of(
-        choice, module.hopper_takes(saved, need), q.device, q.dtype, q.shape[-1], v.shape[-1], sizes,
+        choice, module.hopper_takes(saved, need), q.device, q.dtype, index(q.shape[-1]), index(v.shape[-1]), sizes,
         mask=mask is not None, key_weight=key_weight is not None, alibi=alibi_slopes is not None, varlen=cu_seqlens_q is not None,
         window_left=window[0] if known else -1, window_right=window[1] if known else -1,
         lower_right=scalars.lower_right, softcap=1.0 if scalars.softcap else 0.0, dropout_p=0.5 if scalars.dropout_p else 0.0, precision=scalars.precision,
@@ -131,7 +138,8 @@ def _triton_rejects(device: torch.device, dtype: torch.dtype, d: int, dv: int) -
 def triton_rejects(tensors: Tensors) -> str | None:
     """Why Triton's kernels cannot compute second derivatives of a call, or None."""
     q, v = tensors.q, tensors.v
-    return _triton_rejects(q.device, q.dtype, q.shape[-1], v.shape[-1])
+    with tracer_paused() if is_traced() else nullcontext():
+        return _triton_rejects(q.device, q.dtype, index(q.shape[-1]), index(v.shape[-1]))
 
 
 def second_order(name: str, tensors: Tensors) -> Any:
