@@ -1,0 +1,225 @@
+"""The measurement of drawn calls: compile ahead, then for each call check every candidate, and time those that are
+right.
+
+A record is one call: its fields, the choice of `auto`, and of each candidate either its times or the reason why it has
+none. Records are written as they come, one a line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flashsci
+from flashsci.choice.gradients import by_rules, gradients, named
+from flashsci.testing import LARGE, SMALL, DrawnCall, draw_call
+from tools.bench.drawn import ways
+from tools.bench.drawn.ahead import compile_ahead
+from tools.bench.drawn.sample import Sample
+from tools.bench.drawn.work import Work, without_dropout
+from tools.bench.inputs import Unsupported
+from tools.bench.measure import commit_of_tree, environment, fatal, first_line
+from tools.bench.peers import refusals
+from tools.bench.timer import back_to_back, interleave
+
+Record = dict[str, Any]
+SCHEMA = 1
+#: The share of the whole time that compiling ahead may take.
+AHEAD = 0.45
+NEIGHBOUR = "neighbour"
+#: Seconds of timing for one call: by the host's clock, and by that of the GPU.
+LOOP_SECONDS, GPU_SECONDS = 0.2, 0.1
+
+
+def run(
+    seed: int,
+    seconds: float,
+    *,
+    device: torch.device | str | None = None,
+    calls: int = 10**6,
+    first: int = 0,
+    small: bool | None = None,
+    path: Path | None = None,
+    on_step: Callable[[str], object] = lambda text: None,
+    on_record: Callable[[Record], object] = lambda record: None,
+) -> list[Record]:
+    """The records of the calls of a seed, in order, until the time is over.
+
+    Args:
+        seed: of the draw; no rule of `auto` was learnt from a seed that is used to judge it.
+        seconds: of the whole run, compiling included. No call begins after it.
+        device: default the GPU if there is one.
+        calls: the most calls.
+        first: the number of the first call.
+        small: draw small calls (the default on a CPU).
+        path: records are appended to this file as they come; one that exists is replaced.
+        on_step, on_record: called with each step, and with each record.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    # A warning of autograd's own threads, on their first matrix product; harmless.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+    begin = time.monotonic()
+    limits = SMALL if (device.type == "cpu" if small is None else small) else LARGE
+    numbers = range(first, first + calls)
+    if device.type == "cuda":
+        wanted = (draw_call(seed, n, limits) for n in numbers)
+        ready = compile_ahead(wanted, device, until=begin + AHEAD * seconds, on_step=on_step)
+        numbers = numbers[:ready]
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    records: list[Record] = []
+    for n in numbers:
+        if time.monotonic() >= begin + seconds:
+            break
+        call = draw_call(seed, n, limits)
+        on_step(f"{n}: {call}")
+        try:
+            record = Measurement(call, device).record()
+        except Exception as error:
+            record = {**about(call, device), "failed": first_line(error), "candidates": {}}
+            if fatal(error):
+                on_step(f"{n}: the device is lost: {first_line(error)}")
+                calls = 0  # and no call after this one
+        records.append(record)
+        if path:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        on_record(record)
+        if not calls:
+            break
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return records
+
+
+def about(call: DrawnCall, device: torch.device) -> Record:
+    """The part of a record that is known before anything has run."""
+    commit, dirty = commit_of_tree()
+    return {
+        "schema": SCHEMA,
+        "call": call.as_dict(),
+        "text": str(call),
+        "scores": call.scores,
+        "commit": commit,
+        "dirty": dirty,
+        "env": environment(device),
+    }
+
+
+class Measurement:
+    """One drawn call: its candidates, their correctness, and their times."""
+
+    def __init__(self, call: DrawnCall, device: torch.device):
+        self.call, self.device = call, device
+        self.started = time.monotonic()
+        self.work = Work(call, device)
+        self.able: dict[str, Callable[[], object]] = {}
+        self.reasons: dict[str, str] = {}
+
+    def record(self) -> Record:
+        record = {**about(self.call, self.device), **self._choice()}
+        sample = Sample(self.work)
+        sample.judge  # noqa: B018  (an oracle that disagrees with its check fails the call, not a candidate)
+        for name in ways.names_of(self.device, self.call.work):
+            reason = self._try(name, sample)
+            if reason is not None:
+                self.reasons[name] = reason
+        del sample
+        neighbour = self._neighbour()
+        checked = time.monotonic()
+        times = self._times()
+        record["candidates"] = {
+            name: times.get(name) or {"gate": self.reasons[name]} for name in ways.names_of(self.device, self.call.work)
+        }
+        record[NEIGHBOUR] = {
+            "call": neighbour.as_dict(),
+            "scores": neighbour.scores,
+            **(times.get(NEIGHBOUR) or {"gate": self.reasons[NEIGHBOUR]}),
+        }
+        spent = checked - self.started, time.monotonic() - checked
+        record["seconds"] = {n: round(x, 2) for n, x in zip(("checking", "timing"), spent, strict=True)}
+        return record
+
+    def _choice(self) -> Record:
+        """The choice of `auto`: its backend, that of its gradients, their CUDA kernels, and whether a request of that
+        backend by name runs the same code."""
+        x = self.work.inputs
+        found = flashsci.explain(x.q, x.k, x.v, **ways.given(x))
+        chosen, same, second = found.chosen, True, None
+        if chosen is not None and self.work.leaves:
+            by = [gradients(c(chosen), found.problem, strides=True).backend for c in (by_rules, named)]
+            second, same = by[0], by[0] == by[1]
+        kernels = [found.kernel, found.gradient_kernel]
+        return {"chosen": chosen, "gradients": second, "same": same, "kernels": kernels}
+
+    def _try(self, name: str, sample: Sample) -> str | None:
+        """Check one candidate; the reason why it is not timed, or None."""
+        work, ours = self.work, name in ways.OURS
+        x = work.inputs if ours else without_dropout(work.inputs)  # others draw a dropout of their own
+        context = flashsci.use_backend(name, strict=True) if ours else refusals()
+        try:
+            with context:
+                results = work.results(ways.attend(name, x), x, sample.dout)
+            problem = sample.problem(name, results)
+            if problem is not None:
+                return f"failed: {problem}"
+            function = work.timed(ways.attend(name, work.inputs))
+            function()
+        except Exception as error:
+            return self._reason(error, ours)
+        self.able[name] = function
+        return None
+
+    def _reason(self, error: Exception, ours: bool) -> str:
+        """An error as the reason why a candidate has no time; of a lost device, the error itself."""
+        if fatal(error):
+            raise error
+        if isinstance(error, torch.OutOfMemoryError):
+            return "refused: out of memory"
+        if isinstance(error, Unsupported | flashsci.BackendError) or not ours:
+            return f"refused: {first_line(error)}"
+        return f"failed: it raised {first_line(error)}"
+
+    def _neighbour(self) -> DrawnCall:
+        """The neighbour of the call, ready to be timed beside it."""
+        call = self.call.neighbour()
+        try:
+            work = Work(call, self.device)
+            function = work.timed(ways.attend("auto", work.inputs))
+            function()
+        except Exception as error:
+            self.reasons[NEIGHBOUR] = self._reason(error, ours=True)
+        else:
+            self.able[NEIGHBOUR] = function
+        return call
+
+    def _times(self) -> dict[str, Record]:
+        loops = back_to_back(self.able, self.device, LOOP_SECONDS)
+        on_gpu = {}
+        if self.device.type == "cuda":
+            on_gpu = interleave(self.able, self.device, GPU_SECONDS, rounds=(3, 20))
+        found = {}
+        for name, loop in loops.items():
+            found[name] = {
+                "gate": "passed",
+                "loop_us": _us(loop.median),
+                "loop_min_us": _us(loop.min),
+                "n": loop.n * loop.batch,
+            }
+            if name in on_gpu:
+                found[name]["gpu_us"] = _us(on_gpu[name].median)
+        return found
+
+
+def _us(seconds: float) -> float:
+    """Microseconds to five digits."""
+    return float(f"{seconds * 1e6:.5g}")
