@@ -87,9 +87,11 @@ def _about(records: list[Record]) -> str:
     versions = ", ".join(f"{n} {every(e[n] for e in envs)}" for n in ("torch", "triton", "cuda", "flashsci", "python"))
     commits = every(f"{r['commit']}{' with changes' if r['dirty'] else ''}" for r in records if r["commit"])
     timed = sum(regret(r) is not None for r in records)
+    spent = [r["seconds"] for r in records if "seconds" in r]
+    each = ", ".join(f"{n} {statistics.mean(s[n] for s in spent):.2f} s" for n in (spent[0] if spent else ()))
     return (
         f"{timed} of {len(records)} drawn calls timed; seed {seeds}; {every(e['gpu'] or e['host'] for e in envs)}; "
-        f"{versions}; commit {commits}"
+        f"{versions}; commit {commits}; for each call: {each or '-'}"
     )
 
 
@@ -174,12 +176,18 @@ def _listed(records: list[Record]) -> str:
 
 
 def _faults(records: list[Record]) -> str:
-    """Candidates that were wrong, calls that failed, and how often each candidate refused."""
-    lines = []
+    """Calls that failed, results of flashsci that were wrong, and the number of those of others."""
+    lines, others = [], dict.fromkeys(TORCH, 0)
     for record in records:
         if "failed" in record:
             lines.append(f"{_name(record)}: {record['failed']}")
         gates = {n: c["gate"] for n, c in record["candidates"].items()}
         gates["neighbour"] = (record.get("neighbour") or {}).get("gate", "")
-        lines += [f"{_name(record)}: {n} {g}" for n, g in gates.items() if g.startswith("failed")]
+        for name in (n for n, gate in gates.items() if gate.startswith("failed")):
+            if name in others:
+                others[name] += 1
+            else:
+                lines.append(f"{_name(record)}: {name} {gates[name]}")
+    wrong = ", ".join(f"{name} {count}" for name, count in others.items() if count)
+    lines += [f"of torch, by candidate: {wrong}"] if wrong else []
     return "\n".join(["Wrong results and errors", *lines]) if lines else ""

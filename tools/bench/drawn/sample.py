@@ -21,6 +21,8 @@ from tools.bench.verify import grid, pick, spread
 
 #: Scores, or elements of keys and values, that the oracle holds at once, by device type.
 BUDGET = {"cuda": 1 << 21, "cpu": 1 << 15}
+#: Packed sequences of a sample, at most: the oracle takes them one by one.
+SEQUENCES = 6
 Index = tuple[Tensor, ...]
 
 
@@ -154,7 +156,7 @@ class Sample:
         squares = [call.heads * n * max(n, call.dim + call.dim_v) for n in call.lens]
         count = max(1, self.budget * len(squares) // sum(squares))
         choose = _first if x.dropout_seed is not None else spread
-        chosen = choose(len(squares), min(count, 64), torch.device("cpu")).tolist()
+        chosen = choose(len(squares), min(count, SEQUENCES), torch.device("cpu")).tolist()
         while len(chosen) > 1 and sum(squares[n] for n in chosen) > self.budget:
             chosen = chosen[:-1]
         lens = torch.tensor(call.lens)
