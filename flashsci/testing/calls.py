@@ -106,7 +106,8 @@ class DrawnCall:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> DrawnCall:
         """The inverse of :meth:`as_dict`, also after JSON."""
-        return cls(**{n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()})
+        values: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
+        return cls(**values)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -165,9 +166,14 @@ class DrawnCall:
     def neighbour(self) -> DrawnCall:
         """The call that every kernel likes: lengths rounded up to a multiple of 64 (of 16 below 64; up to 8 as they
         are), every tensor contiguous, the keys of a bias innermost."""
-        lens = tuple(map(_rounded, self.lens))
-        sizes = {"seq_q": _rounded(self.seq_q), "seq_k": _rounded(self.seq_k), "lens": lens}
-        return replace(self, **sizes, layout="bhsd", bias_inner="keys")
+        return replace(
+            self,
+            seq_q=_rounded(self.seq_q),
+            seq_k=_rounded(self.seq_k),
+            lens=tuple(map(_rounded, self.lens)),
+            layout="bhsd",
+            bias_inner="keys",
+        )
 
     def __str__(self) -> str:
         """The call in one line."""

@@ -106,7 +106,7 @@ class _Maker:
         """Weights between 0.05 and 1, in fp32."""
         call = self.call
         shape = (call.tokens,) if call.lens else (call.batch, 1, call.seq_k)
-        return 0.05 + 0.95 * torch.rand(shape, generator=self.random, device=self.device)
+        return 0.05 + 0.95 * self.uniform(*shape)
 
     def mask(self) -> Tensor | None:
         call, shape = self.call, self.call.mask_shape
@@ -115,15 +115,15 @@ class _Maker:
         keys = torch.arange(shape[-1], device=self.device)
         queries = torch.arange(shape[-2], device=self.device)[:, None]
         if call.mask == "keys":
-            real = torch.randint(1 + shape[-1] // 2, shape[-1] + 1, (*shape[:-1], 1), **self.drawing())
+            real = self.integers(1 + shape[-1] // 2, shape[-1], *shape[:-1], 1)
             return keys < real
         if call.mask == "band":
             return ((queries - keys).abs() <= call.mask_size)[None, None]
         if call.mask == "prefix":
-            lengths = torch.randint(1, call.mask_size + 1, (*shape[:-2], 1, 1), **self.drawing())
+            lengths = self.integers(1, call.mask_size, *shape[:-2], 1, 1)
             return (keys <= queries) | (keys < lengths)
         if call.mask == "documents":
-            begins = torch.rand((*shape[:-2], shape[-1]), **self.drawing()) * call.mask_size < 1
+            begins = self.uniform(*shape[:-2], shape[-1]) * call.mask_size < 1
             number = begins.cumsum(-1, dtype=torch.int32)
             return number[..., :, None] == number[..., None, :]
         graph = torch.empty(shape, dtype=torch.bool, device=self.device)
@@ -131,5 +131,9 @@ class _Maker:
         graph.diagonal(dim1=-2, dim2=-1).fill_(True)
         return graph
 
-    def drawing(self) -> dict[str, object]:
-        return {"generator": self.random, "device": self.device}
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.random, device=self.device)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """Numbers from low to high, both included."""
+        return torch.randint(low, high + 1, shape, generator=self.random, device=self.device)

@@ -269,7 +269,7 @@ def report(
         typer.Argument(
             exists=True,
             dir_okay=False,
-            help="What `bench --json` wrote; default: all in reports/bench.",
+            help="What `bench --json` wrote; default: all in reports/bench but drawn calls (.jsonl).",
         ),
     ] = None,
     markdown: Annotated[bool, typer.Option(help="Print Markdown tables.")] = False,
@@ -286,6 +286,14 @@ def report(
 ) -> None:
     """Show records of earlier benchmarks: as tables, plots, and in the documentation."""
     console = wide_console()
+    of_draws = [path for path in files or () if path.suffix == ".jsonl"]
+    if of_draws:
+        if len(of_draws) != len(files or ()):
+            raise typer.BadParameter("records of drawn calls (.jsonl) are reported alone, not with others")
+        from tools.bench import drawn
+
+        print(drawn.summary([record for path in of_draws for record in drawn.read(path)]))
+        return
     files = files or sorted(ROOT.glob("reports/bench/*/*.json"))
     if not files:
         raise typer.BadParameter("no files given, and none in reports/bench")
