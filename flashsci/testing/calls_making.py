@@ -10,7 +10,8 @@ from flashsci.testing.inputs import Inputs
 
 
 def make_call(call: DrawnCall, device: torch.device | str = "cpu") -> Inputs:
-    """The tensors and options of a drawn call, for :func:`evaluate` and :class:`Judge`. A device has values of its own.
+    """The tensors and options of a drawn call, for :func:`evaluate` and :class:`Judge`. A device has values of its own;
+    "meta" has none.
 
     Examples:
         >>> from flashsci.testing import DrawnCall, Judge, evaluate, make_call
@@ -23,7 +24,8 @@ def make_call(call: DrawnCall, device: torch.device | str = "cpu") -> Inputs:
 class _Maker:
     def __init__(self, call: DrawnCall, device: torch.device):
         self.call, self.device = call, device
-        self.random = torch.Generator(device).manual_seed(1_000_003 * call.seed + call.index)
+        seed = 1_000_003 * call.seed + call.index
+        self.random = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         dtype = self.call.torch_dtype if dtype is None else dtype

@@ -169,7 +169,8 @@ def _drawn(
         records.append(record)
         if not console.is_terminal:
             auto = record["candidates"].get("auto", {})
-            print(f"{record['text']}: auto {auto.get('loop_us', '-')} us, {record.get('chosen')}", flush=True)
+            ran = ", ".join(filter(None, auto.get("by", ())))
+            print(f"{record['text']}: auto {auto.get('loop_us', '-')} us, {ran or auto.get('gate')}", flush=True)
 
     columns = TextColumn("{task.description}"), TimeElapsedColumn()
     try:

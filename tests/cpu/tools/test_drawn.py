@@ -118,6 +118,26 @@ def test_every_candidate_of_torch_can_be_made(name, kind):
         assert attend(work.inputs).shape == (2, 4, work.call.seq_q, 16)
 
 
+def test_calls_of_full_size_reach_every_candidate(monkeypatch):
+    """Shapes of a GPU's calls, without memory: SDPA's math and plain PyTorch compute them as a GPU would."""
+    monkeypatch.setattr(ways, "only", lambda kernel: only(ways.SDPA_KERNELS["math"]))
+    ran = dict.fromkeys(ways.TORCH, 0)
+    for n in range(120):
+        call = draw_call(4, n)
+        if call.lens:  # their lengths are read
+            continue
+        work = Work(call, torch.device("meta"))
+        for name in ways.TORCH:
+            try:
+                found = work.results(ways.attend(name, work.inputs))
+            except Unsupported:
+                continue
+            ran[name] += 1
+            assert found["out"].shape == (call.batch, call.heads, call.seq_q, call.dim_v)
+            assert len(found) == 1 + len(work.leaves) * (1 + (call.work == "second")) + (call.work == "second")
+    assert min(ran.values()) > 40
+
+
 def test_a_wrong_candidate_is_not_timed(quick, monkeypatch):
     right = ways.attend
 

@@ -17,19 +17,22 @@ ENV |= {"flashsci": "0.1.0", "python": "3.12.3"}
 CALL = DrawnCall(1, 0, "step", seq_q=300, seq_k=300)
 
 
-def record(times, call=CALL, chosen="cuda", gradients="cuda", same=True, neighbour=None, **gates):
-    """Times in us by candidate, and the gates of candidates without."""
-    candidates = {name: {"gate": "passed", "loop_us": time} for name, time in times.items()}
-    candidates |= {name.replace("_", ":"): {"gate": gate} for name, gate in gates.items()}
+def record(times, call=CALL, auto=("cuda", "cuda"), neighbour=None, **gates):
+    """Times in us by candidate, the backends that `auto` chose, and the gates of candidates without a time."""
+    by = {"auto": auto, "cuda": ("cuda", "cuda"), "triton": ("triton", "triton")}
+    if call.work == "forward":
+        by = {name: (pair[0], None) for name, pair in by.items()}
+    candidates = {
+        name: {"gate": "passed", "loop_us": time, **({"by": by[name]} if name in by else {})}
+        for name, time in times.items()
+    }
+    candidates |= {name: {"gate": gate} for name, gate in gates.items()}
     other = call.neighbour()
     found = {"gate": "passed", "loop_us": neighbour} if neighbour else {"gate": "refused: out of memory"}
     return {
         "call": call.as_dict(),
         "text": str(call),
         "scores": call.scores,
-        "chosen": chosen,
-        "gradients": gradients,
-        "same": same,
         "candidates": candidates,
         "neighbour": {"call": other.as_dict(), "scores": other.scores, **found},
         "seconds": {"checking": 0.5, "timing": 0.25},
@@ -43,7 +46,7 @@ def test_one_code_has_one_time():
     two = record({"auto": 10.0, "cuda": 12.0, "triton": 11.0})
     assert report.times(two) == {"auto": 10.0, "cuda": 10.0, "triton": 11.0}
     assert report.regret(two) == 1
-    other = record({"auto": 10.0, "triton": 8.0, "cuda": 20.0}, chosen="triton", same=False)  # its gradients are cuda's
+    other = record({"auto": 10.0, "triton": 8.0, "cuda": 20.0}, auto=("triton", "cuda"))
     assert report.regret(other) == 10 / 8
 
 
@@ -78,7 +81,7 @@ def test_the_figures_of_a_summary():
     records = [
         record({"auto": 10.0, "cuda": 10.0, "triton": 20.0, "sdpa:flash": 40.0}, neighbour=10.0),
         record({"auto": 40.0, "cuda": 40.0, "triton": 20.0, "sdpa:flash": 10.0}, neighbour=10.0),
-        record({"auto": 12.0, "cuda": 12.0, "triton": 10.0}, forward, gradients=None, neighbour=12.0),
+        record({"auto": 12.0, "cuda": 12.0, "triton": 10.0}, forward, neighbour=12.0),
         {**record({}), "failed": "out of memory"},
     ]
     lines = [re.sub(" +", " ", line) for line in drawn.summary(records).splitlines()]
@@ -101,7 +104,7 @@ def test_a_summary_of_nothing_says_so():
 
 def test_the_work_list_names_both_backends_and_ends():
     records = [
-        record({"auto": 2.0 + n, "triton": 1.0}, replace(CALL, index=n), gradients="triton") for n in range(20)
+        record({"auto": 2.0 + n, "triton": 1.0}, replace(CALL, index=n), auto=("cuda", "triton")) for n in range(20)
     ]
     text = drawn.summary(records)
     assert text.count("cuda, triton") == report.LISTED

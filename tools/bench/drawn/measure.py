@@ -1,8 +1,8 @@
 """The measurement of drawn calls: compile ahead, then for each call check every candidate, and time those that are
 right.
 
-A record is one call: its fields, the choice of `auto`, and of each candidate either its times or the reason why it has
-none. Records are written as they come, one a line.
+A record is one call: its fields, and of each candidate either its times, with the backends that ran, or the reason why
+it has none. Records are written as they come, one a line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import flashsci
+from flashsci.choice.backends import FORWARD_OF_CUDA
 from flashsci.choice.gradients import by_rules, gradients, named
 from flashsci.testing import LARGE, SMALL, DrawnCall, draw_call
 from tools.bench.drawn import ways
@@ -129,9 +130,10 @@ class Measurement:
         self.work = Work(call, device)
         self.able: dict[str, Callable[[], object]] = {}
         self.reasons: dict[str, str] = {}
+        self.ran: dict[str, Record] = {}
 
     def record(self) -> Record:
-        record = {**about(self.call, self.device), **self._choice()}
+        record = about(self.call, self.device)
         sample = Sample(self.work)
         sample.judge  # noqa: B018  (an oracle that disagrees with its check fails the call, not a candidate)
         for name in ways.names_of(self.device, self.call.work):
@@ -154,17 +156,21 @@ class Measurement:
         record["seconds"] = {n: round(x, 2) for n, x in zip(("checking", "timing"), spent, strict=True)}
         return record
 
-    def _choice(self) -> Record:
-        """The choice of `auto`: its backend, that of its gradients, their CUDA kernels, and whether a request of that
-        backend by name runs the same code."""
+    def _ran(self, name: str) -> Record:
+        """The code behind a candidate of flashsci: the backends of the call and of its gradients, and their CUDA
+        kernels."""
         x = self.work.inputs
-        found = flashsci.explain(x.q, x.k, x.v, **ways.given(x))
-        chosen, same, second = found.chosen, True, None
-        if chosen is not None and self.work.leaves:
-            by = [gradients(c(chosen), found.problem, strides=True).backend for c in (by_rules, named)]
-            second, same = by[0], by[0] == by[1]
-        kernels = [found.kernel, found.gradient_kernel]
-        return {"chosen": chosen, "gradients": second, "same": same, "kernels": kernels}
+        found = flashsci.explain(x.q, x.k, x.v, backend=name, **ways.given(x))
+        chosen = found.chosen
+        if chosen is None or not self.work.leaves:
+            second = None
+        elif found.gradient_kernel is not None:
+            second = "cuda"
+        else:
+            choice = (by_rules if name == "auto" else named)(chosen)
+            second = gradients(choice, found.problem).backend
+        forward = "cuda" if chosen in FORWARD_OF_CUDA else chosen
+        return {"by": [forward, second], "kernels": [found.kernel, found.gradient_kernel]}
 
     def _try(self, name: str, sample: Sample) -> str | None:
         """Check one candidate; the reason why it is not timed, or None."""
@@ -179,6 +185,8 @@ class Measurement:
             problem = sample.problem(name, results)
             if problem is not None:
                 return f"failed: {problem}"
+            if ours:
+                self.ran[name] = self._ran(name)
         except Exception as error:
             return self._reason(error, ours)
         self.able[name] = function
@@ -218,6 +226,7 @@ class Measurement:
         for name, loop in loops.items():
             found[name] = {
                 "gate": "passed",
+                **self.ran.get(name, {}),
                 "loop_us": _us(loop.median),
                 "loop_min_us": _us(loop.min),
                 "n": loop.n * loop.batch,

@@ -20,7 +20,6 @@ WORKS = ("forward", "step", "second")
 LISTED = 15
 #: Lengths from which padding to a multiple of 64 adds at most a quarter to a length.
 LONG = 256
-#: One code that is timed under two names has the smaller of both times.
 AUTO = "auto"
 
 
@@ -30,12 +29,18 @@ def read(path: Path) -> list[Record]:
 
 
 def times(record: Record) -> dict[str, float]:
-    """Microseconds of the candidates that were right; `auto` and the backend of its choice have one time."""
-    found = {n: c["loop_us"] for n, c in record["candidates"].items() if c["gate"] == "passed"}
-    chosen = record.get("chosen")
-    if record.get("same") and AUTO in found and chosen in found:
-        found[AUTO] = found[chosen] = min(found[AUTO], found[chosen])
-    return found
+    """Microseconds of the candidates that were right. One code that was timed under several names has one time."""
+    right = {n: c for n, c in record["candidates"].items() if c["gate"] == "passed"}
+    least: dict[tuple[str, ...], float] = {}
+    for name, found in right.items():
+        key = _code(name, found)
+        least[key] = min(found["loop_us"], least.get(key, math.inf))
+    return {name: least[_code(name, found)] for name, found in right.items()}
+
+
+def _code(name: str, found: Record) -> tuple[str, ...]:
+    """The backends of a call and of its gradients; of a candidate of torch its name."""
+    return tuple(found["by"]) if "by" in found else (name,)
 
 
 def best(found: dict[str, float], names: Iterable[str]) -> tuple[str, float] | None:
@@ -169,8 +174,7 @@ def _listed(records: list[Record]) -> str:
         return ""
     lines = ["Work list: auto over the best of all", f"{'':>6}  {'auto':<14}{'us':>8}  {'best':<16}{'us':>8}  call"]
     for ratio, record, time, (name, least) in found[:LISTED]:
-        second = record["gradients"]
-        chosen = f"{record['chosen']}" + (f", {second}" if second not in (None, record["chosen"]) else "")
+        chosen = ", ".join(dict.fromkeys(filter(None, record["candidates"][AUTO]["by"])))
         lines.append(f"{ratio:>6.2f}  {chosen:<14}{_short(time):>8}  {name:<16}{_short(least):>8}  {_name(record)}")
     return "\n".join(lines)
 

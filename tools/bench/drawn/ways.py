@@ -7,6 +7,7 @@ are made here, and work that every call needs (merging a bias and a mask for SDP
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -146,6 +147,8 @@ def _sdpa(kernel: str, x: Inputs) -> Attend:
     dtype = x.q.dtype
     lone = x.bias is None and x.mask is None and x.alibi_slopes is None and x.key_weight is None
     causal = x.options["causal"] and not x.options["window"] and lone and full[-1] == full[-2]
+    if x.alibi_slopes is not None:
+        _fits("ALiBi as a bias is", full[1:], dtype)
     keep, constant = None if causal else visible(x), as_bias(x)
     if x.mask is not None:
         keep = x.mask if keep is None else keep & x.mask
@@ -155,9 +158,7 @@ def _sdpa(kernel: str, x: Inputs) -> Attend:
             constant = constant.masked_fill(~keep, -math.inf)
     hidden = None if keep is None or x.bias is None else ~keep
     if x.bias is not None and hidden is not None:
-        merged = math.prod(torch.broadcast_shapes(x.bias.shape, hidden.shape)) * dtype.itemsize
-        if merged > MOST_MERGED:
-            raise Unsupported(f"bias and mask as one tensor are {merged / 2**30:.1f} GiB")
+        _fits("bias and mask as one tensor are", torch.broadcast_shapes(x.bias.shape, hidden.shape), dtype)
     dropout, grouped = x.options["dropout_p"], x.q.shape[-3] != x.k.shape[-3]
 
     def call(x: Inputs) -> Tensor:
@@ -172,6 +173,12 @@ def _sdpa(kernel: str, x: Inputs) -> Attend:
             return scaled_dot_product_attention(x.q, x.k, x.v, merged, dropout, is_causal=causal, enable_gqa=grouped)
 
     return call
+
+
+def _fits(what: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    size = math.prod(shape) * dtype.itemsize
+    if size > MOST_MERGED:
+        raise Unsupported(f"{what} {size / 2**30:.1f} GiB")
 
 
 def _sdpa_packed(kernel: str, x: Inputs) -> Attend:
