@@ -104,6 +104,14 @@ def test_packed_calls(options, budget, quick, monkeypatch):
         assert found["sdpa:math"].startswith("refused: SDPA on nested tensors has no")
 
 
+@pytest.mark.parametrize("kind", ["plain", "alibi", "dropout", "sink", "second order"])
+def test_triton_is_checked_by_a_sample(kind, quick, monkeypatch):
+    """Its dropout and ALiBi depend on positions, which the sample keeps."""
+    monkeypatch.setitem(sample.BUDGET, "cpu", 150)
+    monkeypatch.setattr(ways, "names_of", lambda device, work: ("auto", "triton"))
+    assert gates(replace(PLAIN, dtype="bfloat16", **KINDS[kind]))["triton"] == "passed"
+
+
 @pytest.mark.parametrize("name", [*ways.SDPA, *ways.HOLDING])
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in NO_SDPA])
 def test_every_candidate_of_torch_can_be_made(name, kind):
