@@ -1,6 +1,8 @@
 """The suite of drawn calls: its candidates, the check of each, its records, and the end of its time."""
 
 import json
+import multiprocessing
+import os
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ import torch
 
 from flashsci.testing import SMALL, DrawnCall, draw_call
 from tools.bench import commands, drawn, timer
-from tools.bench.drawn import ahead, measure, sample, ways
+from tools.bench.drawn import ahead, course, isolation, measure, sample, ways
 from tools.bench.drawn.work import Work
 from tools.bench.inputs import Unsupported
 from tools.bench.peers import only
@@ -240,7 +242,7 @@ def test_the_run_ends_with_its_time_and_keeps_its_records(tmp_path, monkeypatch)
             return {**measure.about(self.call, CPU), "candidates": {}}
 
     clock = SimpleNamespace(now=7.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(course, "time", clock)
     monkeypatch.setattr(measure, "Measurement", Slow)
     path = tmp_path / "records.jsonl"
     seen = []
@@ -313,3 +315,56 @@ def test_help_names_the_suite(capsys):
 def test_records_are_plain_json(quick):
     record = measure.Measurement(replace(PLAIN, work="forward"), CPU).record()
     assert json.loads(json.dumps(record, allow_nan=False)) == json.loads(json.dumps(record))
+
+
+def ending(seed, numbers, limits, device, until, say):
+    """In place of `course.measured`, in a process of its own: one call ends it, and one loses its device."""
+    for n in numbers:
+        say(f"{n}")
+        call = draw_call(seed, n, limits)
+        if n == 1:
+            os._exit(3)
+        lost = n == 2
+        yield (
+            measure.failed(call, device, "CUDA error", lost)
+            if lost
+            else {**measure.about(call, device), "candidates": {}}
+        )
+        if lost:
+            return
+
+
+SERVE = isolation._serve
+
+
+def serve_ending(*given):
+    course.measured = ending
+    SERVE(*given)
+
+
+def test_a_process_that_ends_costs_one_call(monkeypatch, tmp_path):
+    monkeypatch.setattr(isolation, "_serve", serve_ending)
+    steps, path = [], tmp_path / "records.jsonl"
+    records = drawn.run(1, 600, device="cpu", calls=5, isolated=True, path=path, on_step=steps.append)
+    assert [r["call"]["index"] for r in records] == [0, 1, 2, 3, 4]
+    assert [r.get("failed") for r in records] == [None, "the process ended with status 3", "CUDA error", None, None]
+    assert steps == ["0", "1", "2", "3", "4"]
+    assert drawn.read(path) == records
+
+
+def test_a_process_measures_as_this_one():
+    records = drawn.run(3, 600, device="cpu", calls=2, isolated=True)
+    assert [r["candidates"]["auto"]["gate"] for r in records] == ["passed", "passed"]
+
+
+def test_a_process_without_a_word_is_given_up(monkeypatch):
+    monkeypatch.setattr(isolation, "PATIENCE", 0.05)
+    silent = isolation._Process.__new__(isolation._Process)
+    silent.end, held = multiprocessing.Pipe(duplex=False)
+    silent.reason = None
+    assert list(silent.messages()) == []
+    assert silent.reason == "no result within 0 s" and not held.closed
+
+
+def test_a_process_ends_with_the_time():
+    assert drawn.run(3, 0.0, device="cpu", calls=2, isolated=True) == []

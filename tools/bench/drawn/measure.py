@@ -1,19 +1,14 @@
-"""The measurement of drawn calls: compile ahead, then for each call check every candidate, and time those that are
-right.
+"""The measurement of one drawn call: check every candidate, and time those that are right.
 
 A record is one call: its fields, and of each candidate either its times, with the backends that ran, or the reason why
-it has none. Records are written as they come, one a line.
+it has none.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import logging
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +16,8 @@ import torch
 import flashsci
 from flashsci.choice.backends import FORWARD_OF_CUDA
 from flashsci.choice.gradients import by_rules, gradients, named
-from flashsci.testing import LARGE, SMALL, DrawnCall, draw_call
+from flashsci.testing import DrawnCall
 from tools.bench.drawn import ways
-from tools.bench.drawn.ahead import compile_ahead
 from tools.bench.drawn.sample import Sample
 from tools.bench.drawn.work import Work, without_dropout
 from tools.bench.inputs import Unsupported
@@ -33,8 +27,6 @@ from tools.bench.timer import back_to_back, interleave
 
 Record = dict[str, Any]
 SCHEMA = 1
-#: The share of the whole time that compiling ahead may take.
-AHEAD = 0.45
 NEIGHBOUR = "neighbour"
 #: Seconds of timing for one call: by the host's clock, and by that of the GPU.
 LOOP_SECONDS, GPU_SECONDS = 0.2, 0.1
@@ -42,69 +34,22 @@ LOOP_SECONDS, GPU_SECONDS = 0.2, 0.1
 SLOW = 10
 
 
-def run(
-    seed: int,
-    seconds: float,
-    *,
-    device: torch.device | str | None = None,
-    calls: int = 10**6,
-    first: int = 0,
-    small: bool | None = None,
-    path: Path | None = None,
-    on_step: Callable[[str], object] = lambda text: None,
-    on_record: Callable[[Record], object] = lambda record: None,
-) -> list[Record]:
-    """The records of the calls of a seed, in order, until the time is over.
-
-    Args:
-        seed: of the draw; no rule of `auto` was learnt from a seed that is used to judge it.
-        seconds: of the whole run, compiling included. No call begins after it.
-        device: default the GPU if there is one.
-        calls: the most calls.
-        first: the number of the first call.
-        small: draw small calls (the default on a CPU).
-        path: records are appended to this file as they come; one that exists is replaced.
-        on_step, on_record: called with each step, and with each record.
-    """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    # A warning of autograd's own threads, on their first matrix product; harmless.
-    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-    # Refusals of SDPA on nested tensors, which are in the records.
-    logging.getLogger("torch.nested._internal.sdpa").setLevel(logging.ERROR)
-    begin = time.monotonic()
-    limits = SMALL if (device.type == "cpu" if small is None else small) else LARGE
-    numbers = range(first, first + calls)
+def record_of(call: DrawnCall, device: torch.device) -> Record:
+    """The record of one call. A call that fails has the reason under "failed", and after a lost device "lost" is
+    true."""
+    try:
+        record = Measurement(call, device).record()
+    except Exception as error:
+        return failed(call, device, first_line(error), fatal(error))
+    gc.collect()
     if device.type == "cuda":
-        wanted = (draw_call(seed, n, limits) for n in numbers)
-        ready = compile_ahead(wanted, device, until=begin + AHEAD * seconds, on_step=on_step)
-        numbers = numbers[: max(1, ready)]
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
-    records: list[Record] = []
-    for n in numbers:
-        if time.monotonic() >= begin + seconds:
-            break
-        call = draw_call(seed, n, limits)
-        on_step(f"{n}: {call}")
-        try:
-            record = Measurement(call, device).record()
-        except Exception as error:
-            record = {**about(call, device), "failed": first_line(error), "candidates": {}}
-            if fatal(error):
-                on_step(f"{n}: the device is lost: {first_line(error)}")
-                calls = 0  # and no call after this one
-        records.append(record)
-        if path:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        on_record(record)
-        if not calls:
-            break
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return records
+        torch.cuda.empty_cache()
+    return record
+
+
+def failed(call: DrawnCall, device: torch.device, reason: str, lost: bool) -> Record:
+    """The record of a call that has no times."""
+    return {**about(call, device), "failed": reason, "lost": lost, "candidates": {}}
 
 
 def about(call: DrawnCall, device: torch.device) -> Record:

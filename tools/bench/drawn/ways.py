@@ -27,7 +27,7 @@ SDPA = tuple(f"sdpa:{name}" for name in ("flash", "efficient", "cudnn"))
 #: Candidates that hold every score, and the most bytes of them.
 HOLDING = ("math", "sdpa:math")
 MOST_SCORES = 1 << 30
-MOST_MERGED = 8 << 30  # bytes of a bias and a mask that SDPA takes as one
+MOST_MERGED = 4 << 30  # bytes of a bias and a mask that SDPA takes as one
 
 #: `auto` may take these, or does through its backend `sdpa`: the best of them is the measure of its regret.
 CHOICES = (*OURS[1:], *SDPA)
