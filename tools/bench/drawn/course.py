@@ -14,6 +14,7 @@ import torch
 from flashsci.testing import LARGE, SMALL, Limits, draw_call
 from tools.bench.drawn.ahead import compile_ahead
 from tools.bench.drawn.measure import Record, record_of
+from tools.bench.measure import environment
 
 #: The share of the time left that compiling ahead may take.
 AHEAD = 0.45
@@ -93,6 +94,7 @@ def measured(
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     # Refusals of SDPA on nested tensors, which are in the records.
     logging.getLogger("torch.nested._internal.sdpa").setLevel(logging.ERROR)
+    environment(device)  # kept: a lost device cannot be asked
     for n in numbers:
         if time.monotonic() >= until:
             return

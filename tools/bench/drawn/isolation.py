@@ -1,8 +1,7 @@
-"""The measurement of drawn calls in a process of its own: a call that takes its device or process with it costs only
-itself.
+"""The measurement of drawn calls in a process of its own: a call that takes its device with it costs only itself.
 
-Kernels of any candidate may fail so that every later call of the process fails, too. Then the call has the reason in its
-record, and a new process goes on with the next one.
+Kernels of any candidate may fail so that every later call of the process fails, too. Then the call has the reason in
+its record, and a new process goes on with the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from flashsci.testing import Limits, draw_call
 from tools.bench.drawn.measure import Record, failed
 
 #: Seconds without a word after which a process is stopped; one call, or the start of the process.
-PATIENCE = 75.0
+PATIENCE = 100.0
 STEP, RECORD, END = "step", "record", "end"
 
 

@@ -40,9 +40,9 @@ def record_of(call: DrawnCall, device: torch.device) -> Record:
     try:
         record = Measurement(call, device).record()
     except Exception as error:
-        return failed(call, device, first_line(error), fatal(error))
+        record = failed(call, device, first_line(error), fatal(error))
     gc.collect()
-    if device.type == "cuda":
+    if device.type == "cuda" and not record.get("lost"):
         torch.cuda.empty_cache()
     return record
 

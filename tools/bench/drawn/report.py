@@ -104,7 +104,8 @@ def _row(name: str, values: list[float], limits: tuple[float, ...], most: bool =
     """Count, geometric mean, shares above (or below) limits, and the worst."""
     shares = [sum(v > x if most else v < x for v in values) / len(values) for x in limits]
     shown = "".join(f"{share:>10.1%}" for share in shares)
-    return f"{name:<12}{len(values):>6}{statistics.geometric_mean(values):>10.3f}{shown}{(max if most else min)(values):>10.2f}"
+    worst = max(values) if most else min(values)
+    return f"{name:<12}{len(values):>6}{statistics.geometric_mean(values):>10.3f}{shown}{worst:>10.2f}"
 
 
 def _by_work(records: list[Record], figure: Any) -> dict[str, list[float]]:
@@ -187,7 +188,7 @@ def _faults(records: list[Record]) -> str:
             lines.append(f"{_name(record)}: {record['failed']}")
         gates = {n: c["gate"] for n, c in record["candidates"].items()}
         gates["neighbour"] = (record.get("neighbour") or {}).get("gate", "")
-        for name in (n for n, gate in gates.items() if gate.startswith("failed")):
+        for name in (n for n, g in gates.items() if g.startswith("failed") or (n == AUTO and g != "passed")):
             if name in others:
                 others[name] += 1
             else:

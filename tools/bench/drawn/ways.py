@@ -183,7 +183,7 @@ def _fits(what: str, shape: Sequence[int], dtype: torch.dtype) -> None:
 
 def _sdpa_packed(kernel: str, x: Inputs) -> Attend:
     """SDPA on jagged nested tensors, as its users have packed sequences."""
-    lacks = {"a bias": x.bias, "key weights": x.key_weight, "ALiBi": x.alibi_slopes, "sinks": x.sink}
+    lacks = {"bias": x.bias, "key weights": x.key_weight, "ALiBi": x.alibi_slopes, "sinks": x.sink}
     lacks |= {n: x.options[n] or None for n in ("window", "softcap")}
     for what, value in lacks.items():
         if value is not None:
