@@ -15,7 +15,7 @@ from flashsci.testing import (  # noqa: F401  (register their traps)
     traps_tangents,
 )
 from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, exact_matmul
-from flashsci.testing.calls import LARGE, SMALL, DrawnCall, Limits, draw_call
+from flashsci.testing.calls import LARGE_CALLS, SMALL_CALLS, DrawnCall, Limits, draw_call
 from flashsci.testing.calls_making import make_call
 from flashsci.testing.cases import Case, ResidualCase, Variant
 from flashsci.testing.drawing import cases, draw_case, generate, generate_residual, residual_cases
@@ -47,8 +47,8 @@ from flashsci.testing.traps import TRAPS, Skipped, Trap
 from flashsci.testing.variants import residual_variants, second_order_variants, variants
 
 __all__ = [
-    "LARGE",
-    "SMALL",
+    "LARGE_CALLS",
+    "SMALL_CALLS",
     "TENSORS",
     "TRAPS",
     "Case",

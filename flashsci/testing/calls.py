@@ -55,8 +55,8 @@ class Limits:
     flops: float = 3e13
 
 
-LARGE = Limits()  # for a GPU
-SMALL = Limits(longest=72, longest_second=24, members=24, bytes=1 << 22, flops=2e8)  # for a CPU, and for tests
+LARGE_CALLS = Limits()  # for a GPU
+SMALL_CALLS = Limits(longest=72, longest_second=24, members=24, bytes=1 << 22, flops=2e8)  # for a CPU, and for tests
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class DrawnCall:
         return ", ".join(parts)
 
 
-def draw_call(seed: int, index: int, limits: Limits = LARGE) -> DrawnCall:
+def draw_call(seed: int, index: int, limits: Limits = LARGE_CALLS) -> DrawnCall:
     """The call of that number in the draw of that seed, within ``limits``.
 
     Examples:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flashsci.backends.cuda import library
-from flashsci.testing import SMALL, DrawnCall, draw_call
+from flashsci.testing import SMALL_CALLS, DrawnCall, draw_call
 from tools.bench import drawn
 from tools.bench.drawn import measure, report
 from tools.choice import drawn as choosing
@@ -98,6 +98,6 @@ def test_records_of_this_machine_have_the_choice_of_the_rules(tmp_path, monkeypa
     assert [choosing.rules(m) for m in found] == [m.auto for m in found]
     ratios = [r.ratio for r in choosing.regrets(found)]
     assert ratios == pytest.approx([report.regret(r) for r in records])
-    assert [m.call for m in found] == [draw_call(9, n, SMALL) for n in range(12)]
+    assert [m.call for m in found] == [draw_call(9, n, SMALL_CALLS) for n in range(12)]
     assert choosing.main([str(path), "--seeds", "9"]) == 0
     assert "all" in capsys.readouterr().out

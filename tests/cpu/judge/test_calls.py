@@ -8,11 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashsci.testing import LARGE, SMALL, DrawnCall, Judge, calls, calls_making, draw_call, evaluate, make_call
+from flashsci.testing import (
+    LARGE_CALLS,
+    SMALL_CALLS,
+    DrawnCall,
+    Judge,
+    calls,
+    calls_making,
+    draw_call,
+    evaluate,
+    make_call,
+)
 from flashsci.testing.blocks import visible_pairs
 
 DRAWN = [draw_call(11, n) for n in range(1500)]
-LITTLE = [draw_call(12, n, SMALL) for n in range(400)]
+LITTLE = [draw_call(12, n, SMALL_CALLS) for n in range(400)]
 
 
 def test_the_first_calls_of_a_seed_are_these():
@@ -76,7 +86,7 @@ def test_the_draw_has_every_kind_of_call():
     assert {call.batch for call in DRAWN} >= {1, 2}
 
 
-@pytest.mark.parametrize(("drawn", "limits"), [(DRAWN, LARGE), (LITTLE, SMALL)], ids=["large", "small"])
+@pytest.mark.parametrize(("drawn", "limits"), [(DRAWN, LARGE_CALLS), (LITTLE, SMALL_CALLS)], ids=["large", "small"])
 def test_limits_hold(drawn, limits):
     for call in drawn:
         assert max(call.seq_q, call.seq_k, *call.lens) <= limits.longest

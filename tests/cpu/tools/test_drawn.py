@@ -1,5 +1,6 @@
 """The suite of drawn calls: its candidates, the check of each, its records, and the end of its time."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -10,12 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashsci.testing import SMALL, DrawnCall, draw_call
+from flashsci.testing import SMALL_CALLS, DrawnCall, draw_call
 from tools.bench import commands, drawn, timer
 from tools.bench.drawn import ahead, course, isolation, measure, sample, ways
 from tools.bench.drawn.work import Work
 from tools.bench.inputs import Unsupported
-from tools.bench.peers import only
 
 CPU = torch.device("cpu")
 PLAIN = DrawnCall(1, 3, "step", "float32", batch=2, heads=4, heads_k=2, seq_q=19, seq_k=19, dim=8, dim_v=16)
@@ -123,14 +123,28 @@ def test_every_candidate_of_torch_can_be_made(name, kind):
     if name in ways.HOLDING:
         assert attend(work.inputs).shape == (2, 4, work.call.seq_q, 16)
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ways, "only", lambda kernel: only(ways.SDPA_KERNELS["math"]))
+    with ways.within("sdpa:math"):
         assert attend(work.inputs).shape == (2, 4, work.call.seq_q, 16)
 
 
-def test_calls_of_full_size_reach_every_candidate(monkeypatch):
+def test_a_candidate_runs_its_kernel(monkeypatch):
+    """A kernel of SDPA is chosen around its calls, not in each."""
+    chosen = []
+
+    @contextlib.contextmanager
+    def only(kernel):
+        chosen.append(kernel)
+        yield
+
+    monkeypatch.setattr(ways, "only", only)
+    for name in (*ways.OURS, *ways.TORCH):
+        with ways.within(name):
+            pass
+    assert chosen == [ways.SDPA_KERNELS[n] for n in ("flash", "efficient", "cudnn", "math")]
+
+
+def test_calls_of_full_size_reach_every_candidate():
     """Shapes of a GPU's calls, without memory: SDPA's math and plain PyTorch compute them as a GPU would."""
-    monkeypatch.setattr(ways, "only", lambda kernel: only(ways.SDPA_KERNELS["math"]))
     ran = dict.fromkeys(ways.TORCH, 0)
     for n in range(120):
         call = draw_call(4, n)
@@ -139,7 +153,8 @@ def test_calls_of_full_size_reach_every_candidate(monkeypatch):
         work = Work(call, torch.device("meta"))
         for name in ways.TORCH:
             try:
-                found = work.results(ways.attend(name, work.inputs))
+                with ways.within("sdpa:math"):
+                    found = work.results(ways.attend(name, work.inputs))
             except Unsupported:
                 continue
             ran[name] += 1
@@ -219,7 +234,7 @@ def test_the_whole_suite_from_the_command_line(tmp_path, capsys, quick):
     assert commands.main(["bench", "--suite", "drawn", *which, "--json", str(path)]) == 0
     records = drawn.read(path)
     assert [r["call"]["index"] for r in records] == [4, 5, 6]
-    assert [DrawnCall.of(r["call"]) for r in records] == [draw_call(3, n, SMALL) for n in (4, 5, 6)]
+    assert [DrawnCall.of(r["call"]) for r in records] == [draw_call(3, n, SMALL_CALLS) for n in (4, 5, 6)]
     text = drawn.summary(records)
     assert path.with_suffix(".txt").read_text() == text + "\n"
     out = capsys.readouterr().out
@@ -271,7 +286,7 @@ def test_a_call_that_fails_is_a_record_and_a_lost_device_the_last(monkeypatch):
 
 def test_compiling_ahead_runs_calls_in_processes():
     steps = []
-    calls = (draw_call(1, n, SMALL) for n in range(3))
+    calls = (draw_call(1, n, SMALL_CALLS) for n in range(3))
     ready = ahead.compile_ahead(calls, CPU, time.monotonic() + 300, workers=2, on_step=steps.append)
     assert ready == 3
     assert steps[-1] == "compiling ahead: 3 calls"
@@ -279,7 +294,7 @@ def test_compiling_ahead_runs_calls_in_processes():
 
 def test_compiling_ahead_ends_with_its_time():
     begin = time.monotonic()
-    assert ahead.compile_ahead((draw_call(1, n, SMALL) for n in range(9)), CPU, begin + 0.2, workers=1) < 3
+    assert ahead.compile_ahead((draw_call(1, n, SMALL_CALLS) for n in range(9)), CPU, begin + 0.2, workers=1) < 3
     assert time.monotonic() < begin + 30
 
 
@@ -298,7 +313,14 @@ def test_back_to_back_times_a_loop():
         return function
 
     functions = {"fast": wait("fast", 1e-3), "slow": wait("slow", 5e-3), "very slow": wait("very slow", 0.1)}
-    times = timer.back_to_back(functions, CPU, seconds=0.12)
+    entered = []
+
+    def within(name):
+        entered.append(name)
+        return contextlib.nullcontext()
+
+    times = timer.back_to_back(functions, CPU, seconds=0.12, within=within)
+    assert entered.count("very slow") == 2 and entered.count("fast") == 2 + 5
     assert 1e-3 <= times["fast"].median < times["slow"].median < times["very slow"].median
     assert times["very slow"].n == 1 and ran["very slow"] == 3  # its trial alone
     assert times["fast"].n == 5 and times["fast"].batch > times["slow"].batch

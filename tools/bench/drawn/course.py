@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from flashsci.testing import LARGE, SMALL, Limits, draw_call
+from flashsci.testing import LARGE_CALLS, SMALL_CALLS, Limits, draw_call
 from tools.bench.drawn.ahead import compile_ahead
 from tools.bench.drawn.measure import Record, record_of
 from tools.bench.measure import environment
@@ -53,7 +53,7 @@ def run(
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = device.type == "cuda"
-    limits = LARGE if (on_gpu if small is None else not small) else SMALL
+    limits = LARGE_CALLS if (on_gpu if small is None else not small) else SMALL_CALLS
     through = isolation.measured if (on_gpu if isolated is None else isolated) else measured
     until = time.monotonic() + seconds
     if path:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import flashsci
-from flashsci.choice.backends import FORWARD_OF_CUDA
+from flashsci.choice.backends import FORWARD_OF_CUDA, OWN
 from flashsci.choice.gradients import by_rules, gradients, named
 from flashsci.testing import DrawnCall
 from tools.bench.drawn import ways
@@ -114,7 +114,7 @@ class Measurement:
         else:
             choice = (by_rules if name == "auto" else named)(chosen)
             second = gradients(choice, found.problem).backend
-        forward = "cuda" if chosen in FORWARD_OF_CUDA else chosen
+        forward = "cuda" if chosen in (*FORWARD_OF_CUDA, OWN) else chosen
         return {"by": [forward, second], "kernels": [found.kernel, found.gradient_kernel]}
 
     def _try(self, name: str, sample: Sample) -> str | None:
@@ -123,7 +123,7 @@ class Measurement:
         x = work.inputs if ours else without_dropout(work.inputs)  # others draw a dropout of their own
         context = flashsci.use_backend(name, strict=True) if ours else refusals()
         try:
-            with context:
+            with context, ways.within(name):
                 results = work.results(ways.attend(name, x), x, sample.dout)
                 function = work.timed(ways.attend(name, work.inputs))
                 function()
@@ -161,11 +161,11 @@ class Measurement:
         return call
 
     def _times(self) -> dict[str, Record]:
-        loops = back_to_back(self.able, self.device, LOOP_SECONDS)
+        loops = back_to_back(self.able, self.device, LOOP_SECONDS, within=ways.within)
         on_gpu = {}
         if self.device.type == "cuda":
             most = SLOW * min((t.median for t in loops.values()), default=0.0)
-            quick = {n: f for n, f in self.able.items() if loops[n].median <= most}
+            quick = {n: _within(n, f) for n, f in self.able.items() if loops[n].median <= most}
             on_gpu = interleave(quick, self.device, GPU_SECONDS, rounds=(3, 20))
         found = {}
         for name, loop in loops.items():
@@ -179,6 +179,14 @@ class Measurement:
             if name in on_gpu:
                 found[name]["gpu_us"] = _us(on_gpu[name].median)
         return found
+
+
+def _within(name: str, function: Callable[[], object]) -> Callable[[], object]:
+    def call() -> object:
+        with ways.within(name):
+            return function()
+
+    return call
 
 
 def _us(seconds: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def names_of(device: torch.device, work: str) -> tuple[str, ...]:
 
 
 def attend(name: str, x: Inputs) -> Attend:
-    """The attention of a candidate on these tensors, or on others of their shapes.
+    """The attention of a candidate on these tensors, or on others of their shapes, to be called in :func:`within`.
 
     Raises:
         Unsupported: it cannot express the call; the message says why.
@@ -55,8 +56,13 @@ def attend(name: str, x: Inputs) -> Attend:
     if x.cu_seqlens_q is not None:
         if name == "math":
             raise Unsupported("plain PyTorch has no packed sequences")
-        return _sdpa_packed(name.removeprefix("sdpa:"), x)
-    return _math(x) if name == "math" else _sdpa(name.removeprefix("sdpa:"), x)
+        return _sdpa_packed(x)
+    return _math(x) if name == "math" else _sdpa(x)
+
+
+def within(name: str) -> AbstractContextManager[object]:
+    """The setting in which a candidate is called: one kernel of SDPA, which its user chooses once."""
+    return only(SDPA_KERNELS[name.removeprefix("sdpa:")]) if name in (*SDPA, "sdpa:math") else nullcontext()
 
 
 def given(x: Inputs) -> dict[str, Any]:
@@ -137,8 +143,8 @@ def _math(x: Inputs) -> Attend:
     return call
 
 
-def _sdpa(kernel: str, x: Inputs) -> Attend:
-    """One kernel of SDPA. Only causal of equal lengths, without bias and mask, has a flag of its own."""
+def _sdpa(x: Inputs) -> Attend:
+    """SDPA, of which `within` picks the kernel. Only causal of equal lengths, without bias and mask, has a flag of its own."""
     if x.options["softcap"]:
         raise Unsupported("SDPA has no softcap")
     if x.sink is not None:
@@ -169,8 +175,7 @@ def _sdpa(kernel: str, x: Inputs) -> Attend:
                 merged = merged.masked_fill(hidden, -math.inf)
         if merged is not None:  # the kernels take stride-0 dims, but want all four of them at full size
             merged = merged.expand(full)
-        with only(SDPA_KERNELS[kernel]):
-            return scaled_dot_product_attention(x.q, x.k, x.v, merged, dropout, is_causal=causal, enable_gqa=grouped)
+        return scaled_dot_product_attention(x.q, x.k, x.v, merged, dropout, is_causal=causal, enable_gqa=grouped)
 
     return call
 
@@ -181,7 +186,7 @@ def _fits(what: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         raise Unsupported(f"{what} {size / 2**30:.1f} GiB")
 
 
-def _sdpa_packed(kernel: str, x: Inputs) -> Attend:
+def _sdpa_packed(x: Inputs) -> Attend:
     """SDPA on jagged nested tensors, as its users have packed sequences."""
     lacks = {"bias": x.bias, "key weights": x.key_weight, "ALiBi": x.alibi_slopes, "sinks": x.sink}
     lacks |= {n: x.options[n] or None for n in ("window", "softcap")}
@@ -199,8 +204,7 @@ def _sdpa_packed(kernel: str, x: Inputs) -> Attend:
 
     def call(x: Inputs) -> Tensor:
         q, k, v = (nested(t) for t in (x.q, x.k, x.v))
-        with only(SDPA_KERNELS[kernel]):
-            out = scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal, enable_gqa=grouped)
+        out = scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal, enable_gqa=grouped)
         return out.transpose(1, 2).values()
 
     return call
