@@ -15,7 +15,7 @@ from flashsci.testing import (  # noqa: F401  (register their traps)
     traps_tangents,
 )
 from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, exact_matmul
-from flashsci.testing.calls import LARGE_CALLS, SMALL_CALLS, DrawnCall, Limits, draw_call
+from flashsci.testing.calls import LARGE_CALLS, SMALL_CALLS, CallLimits, DrawnCall, draw_call
 from flashsci.testing.calls_making import make_call
 from flashsci.testing.cases import Case, ResidualCase, Variant
 from flashsci.testing.drawing import cases, draw_case, generate, generate_residual, residual_cases
@@ -51,6 +51,7 @@ __all__ = [
     "SMALL_CALLS",
     "TENSORS",
     "TRAPS",
+    "CallLimits",
     "Case",
     "DrawnCall",
     "FP8Case",
@@ -60,7 +61,6 @@ __all__ = [
     "Finding",
     "Inputs",
     "Judge",
-    "Limits",
     "PagedCase",
     "PagedInputs",
     "PagedJudge",

@@ -45,7 +45,7 @@ DECODED = 8  # queries of a decoding call, at most
 
 
 @dataclass(frozen=True)
-class Limits:
+class CallLimits:
     """The largest calls of a draw. ``flops`` are those of 16-bit products: one in fp32 counts as eight."""
 
     longest: int = 16384
@@ -55,8 +55,10 @@ class Limits:
     flops: float = 3e13
 
 
-LARGE_CALLS = Limits()  # for a GPU
-SMALL_CALLS = Limits(longest=72, longest_second=24, members=24, bytes=1 << 22, flops=2e8)  # for a CPU, and for tests
+LARGE_CALLS = CallLimits()  # for a GPU
+SMALL_CALLS = CallLimits(
+    longest=72, longest_second=24, members=24, bytes=1 << 22, flops=2e8
+)  # for a CPU, and for tests
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class DrawnCall:
         return ", ".join(parts)
 
 
-def draw_call(seed: int, index: int, limits: Limits = LARGE_CALLS) -> DrawnCall:
+def draw_call(seed: int, index: int, limits: CallLimits = LARGE_CALLS) -> DrawnCall:
     """The call of that number in the draw of that seed, within ``limits``.
 
     Examples:
@@ -340,7 +342,7 @@ def _with_mask(source: _Source, call: DrawnCall) -> DrawnCall:
     return replace(call, mask=kind, mask_size=size, mask_own=own and kind != "band")
 
 
-def _with_batch(source: _Source, call: DrawnCall, limits: Limits) -> DrawnCall:
+def _with_batch(source: _Source, call: DrawnCall, limits: CallLimits) -> DrawnCall:
     """The call with as many members as the limits allow, or fewer; a call too large for one is made smaller."""
     weight = (8 if call.dtype == "float32" else 1) * (8 if call.work == "second" else 1)
 

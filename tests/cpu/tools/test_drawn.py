@@ -390,3 +390,34 @@ def test_a_process_without_a_word_is_given_up(monkeypatch):
 
 def test_a_process_ends_with_the_time():
     assert drawn.run(3, 0.0, device="cpu", calls=2, isolated=True) == []
+
+
+def test_a_gpu_compiles_and_measures_in_turns(monkeypatch):
+    """Calls that are ready are measured; where time is left, the next ones are compiled."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    turns = []
+
+    def compiling(calls, device, until, on_step):
+        assert device.type == "cuda" and until == clock.now + course.AHEAD * (200 - clock.now)
+        turns.append(next(iter(calls)).index)
+        clock.now += 30
+        return 3
+
+    def measuring(seed, numbers, limits, device, until, on_step):
+        assert until == 200
+        for n in numbers:
+            clock.now += 10
+            yield {"call": draw_call(seed, n).as_dict(), "candidates": {}}
+
+    monkeypatch.setattr(course, "time", clock)
+    monkeypatch.setattr(course, "compile_ahead", compiling)
+    monkeypatch.setattr(isolation, "measured", measuring)
+    records = drawn.run(1, 200, device=torch.device("cuda"), first=5)
+    assert turns == [5, 8, 11]
+    assert [r["call"]["index"] for r in records] == list(range(5, 14))  # 20 s are left: no turn begins
+
+
+def test_candidates_of_a_gpu():
+    names = ways.names_of(torch.device("cuda"), "step")
+    assert set(names) == {*ways.OURS, *ways.TORCH}
+    assert set(names) - set(ways.names_of(torch.device("cuda"), "forward")) == {"cuda:own"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from flashsci.testing import LARGE_CALLS, SMALL_CALLS, Limits, draw_call
+from flashsci.testing import LARGE_CALLS, SMALL_CALLS, CallLimits, draw_call
 from tools.bench.drawn.ahead import compile_ahead
 from tools.bench.drawn.measure import Record, record_of
 from tools.bench.measure import environment
@@ -84,7 +84,7 @@ def run(
 def measured(
     seed: int,
     numbers: Sequence[int],
-    limits: Limits,
+    limits: CallLimits,
     device: torch.device,
     until: float,
     on_step: Callable[[str], object],

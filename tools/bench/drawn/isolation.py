@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flashsci.testing import Limits, draw_call
+from flashsci.testing import CallLimits, draw_call
 from tools.bench.drawn.measure import Record, failed
 
 #: Seconds without a word after which a process is stopped; one call, or the start of the process.
@@ -24,7 +24,7 @@ STEP, RECORD, END = "step", "record", "end"
 def measured(
     seed: int,
     numbers: Sequence[int],
-    limits: Limits,
+    limits: CallLimits,
     device: torch.device,
     until: float,
     on_step: Callable[[str], object],
@@ -79,7 +79,7 @@ class _Process:
         self.end.close()
 
 
-def _serve(pipe: Connection, seed: int, numbers: list[int], limits: Limits, device: str, until: float) -> None:
+def _serve(pipe: Connection, seed: int, numbers: list[int], limits: CallLimits, device: str, until: float) -> None:
     from tools.bench.drawn import course
 
     def say(text: str) -> None:
