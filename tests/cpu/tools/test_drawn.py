@@ -298,6 +298,17 @@ def test_compiling_ahead_ends_with_its_time():
     assert time.monotonic() < begin + 30
 
 
+def dying(call, device):
+    if call.index == 1:
+        os._exit(1)
+
+
+def test_compiling_ahead_survives_a_process(monkeypatch):
+    monkeypatch.setattr(ahead, "run_once", dying)
+    calls = (draw_call(1, n, SMALL_CALLS) for n in range(6))
+    assert ahead.compile_ahead(calls, CPU, time.monotonic() + 300, workers=1) == 6
+
+
 def test_compiling_ahead_ignores_errors():
     ahead.run_once(replace(PLAIN, heads=3), "cpu")  # heads of q that no group divides
 

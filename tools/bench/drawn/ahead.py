@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
 import torch
@@ -37,38 +37,45 @@ def compile_ahead(
     Returns:
         The number of calls that are ready: the first ones, but for a few that were still compiling.
     """
-    workers = len(os.sched_getaffinity(0)) - 1 if workers is None else workers
-    waiting, source = enumerate(calls), True
+    workers = max(1, len(os.sched_getaffinity(0)) - 1) if workers is None else workers
+    waiting = enumerate(calls)
     running: dict[Future[None], int] = {}
     finished: set[int] = set()
-    begun = 0
-    pool = processes(max(1, workers))
+    begun, more = 0, True
+    pool = processes(workers)
     try:
-        while source or running:
-            while source and len(running) < 2 * workers and time.monotonic() < until:
-                item = next(waiting, None)
-                source = item is not None
-                if item is not None:
-                    begun = item[0] + 1
-                    running[pool.submit(run_once, item[1], device.type)] = item[0]
-            left = until - time.monotonic()
-            if left <= 0 or not running:
-                break
-            for future in wait(running, left, FIRST_COMPLETED).done:
-                finished.add(running.pop(future))
-                with contextlib.suppress(BrokenProcessPool):
-                    future.result()
+        while (more or running) and (left := until - time.monotonic()) > 0:
+            try:
+                while more and len(running) < 2 * workers:
+                    item = next(waiting, None)
+                    more = item is not None
+                    if item is not None:
+                        begun = item[0] + 1
+                        running[pool.submit(run_once, item[1], device.type)] = item[0]
+                for future in wait(running, left, FIRST_COMPLETED).done:
+                    finished.add(running.pop(future))
+                    if isinstance(failure := future.exception(), BrokenProcessPool):
+                        raise failure
+            except BrokenProcessPool:  # a process died, and its pool with it: the benchmark meets its call again
+                finished.update(range(begun))
+                running.clear()
+                _stop(pool)
+                pool = processes(workers)
             on_step(f"compiling ahead: {len(finished)} calls")
     finally:
-        # A call that compiles for minutes must not hold the run.
-        stopped = list((getattr(pool, "_processes", None) or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in stopped:
-            process.kill()
-            process.join()
+        _stop(pool)
     late = [n for n in range(begun) if n not in finished]
     few = workers // 4
     return late[few] if len(late) > few else begun
+
+
+def _stop(pool: ProcessPoolExecutor) -> None:
+    """End the processes of a pool: a call that compiles for minutes must not hold the run."""
+    stopped = list((getattr(pool, "_processes", None) or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in stopped:
+        process.kill()
+        process.join()
 
 
 def run_once(call: DrawnCall, device: str) -> None:
