@@ -8,6 +8,7 @@ neighbours, and with dropout also the first members and heads.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -65,30 +66,37 @@ class Sample:
         """The judge of plain PyTorch, whose scores are rounded to the dtype of the inputs."""
         return Judge(without_dropout(self.call), fused=False)
 
-    def judge_of(self, name: str) -> Judge:
-        if name in ways.OURS and name not in ("sdpa", "eager"):
-            return self.judge
+    def judges(self, name: str) -> Iterator[Judge]:
+        """The judges of a candidate: it is right if one of them finds no fault."""
+        if name in ways.OURS:
+            yield self.judge
+            return
         rounded = self.call.q.dtype != torch.float32
-        if name == "sdpa" or name in (*ways.SDPA, "sdpa:math"):
-            bias = self.call.bias
-            constant = name not in ways.OURS and ways.as_bias(self.call) is not None
-            if rounded and (constant or (bias is not None and bias.dtype == torch.float32)):
-                return self.coarse
-        if name in ways.HOLDING and rounded:
-            return self.plain
-        return self.undropped if self.call.dropout_seed is not None and name not in ways.OURS else self.judge
+        bias = self.call.bias
+        of_float = bias is not None and bias.dtype == torch.float32
+        if rounded and name != "math" and (of_float or self.work.call.alibi or self.work.call.key_weight):
+            yield self.coarse
+            return
+        yield self.judge if self.call.dropout_seed is None else self.undropped
+        if rounded and name in ways.HOLDING:
+            yield self.plain
 
     def problem(self, name: str, results: Results) -> str | None:
         """The faults of the results of a candidate; None if there are none."""
-        judge = self.judge_of(name)
-        found: list[Finding] = []
         for tensor, x in results.items():
             if not torch.isfinite(x).all():
                 return f"{tensor} is not finite"
-            truth = judge.baseline[tensor]
-            part = pick(x, self.indices[_slot(tensor)])
-            found.append(judge.judge(tensor, part.to(truth.dtype)))
-        return "; ".join(f.problem for f in found if f.problem) or None
+        faults: str | None = None
+        for judge in self.judges(name):
+            found: list[Finding] = []
+            for tensor, x in results.items():
+                part = pick(x, self.indices[_slot(tensor)])
+                found.append(judge.judge(tensor, part.to(judge.baseline[tensor].dtype)))
+            problem = "; ".join(f.problem for f in found if f.problem)
+            if not problem:
+                return None
+            faults = faults or problem
+        return faults
 
     def _dense(self) -> tuple[Inputs, dict[str, Index]]:
         x, call, device = self.work.inputs, self.work.call, self.work.device
