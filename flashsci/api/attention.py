@@ -204,7 +204,7 @@ def attention(
     plan = _plan(given, options, needs_grad, backend)
     # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
-    tensors = Tensors(q, k, v, bias, key_weight, mask, None, None, None, dropout_seed, alibi_slopes)
+    tensors = Tensors(q, k, v, bias, key_weight, mask, dropout_seed=dropout_seed, alibi_slopes=alibi_slopes)
     call = as_given(call, *given)
     if plan.leading is None:
         out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashsci.call import arguments, transforms
 from flashsci.call.fp8_ops import BLOCKS, FP8, MOST
+from flashsci.call.ops import interleaved
 
 PER = ("tensor", "head", "block")
 
@@ -149,7 +150,7 @@ def _dense_scales(size: Tensor, per: str, block: int) -> tuple[Tensor, Tensor]:
     blocks = -(-rows // block)
     largest = torch.nn.functional.pad(size.amax(-1), (0, blocks * block - rows))
     scale = _scales(largest.unflatten(-1, (blocks, block)).amax(-1))
-    return scale, scale.repeat_interleave(block, -1)[..., :rows, None]
+    return scale, interleaved(scale, block, -1)[..., :rows, None]
 
 
 def _packed_scales(size: Tensor, per: str, block: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

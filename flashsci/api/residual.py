@@ -19,7 +19,7 @@ from flashsci.api.attention import describe as describe_attention
 from flashsci.call import arguments, recompute, repeats, transforms
 from flashsci.call.dispatch import seed_for
 from flashsci.call.kinds import Dense
-from flashsci.call.ops import bypasses_dispatcher
+from flashsci.call.ops import bypasses_dispatcher, interleaved
 from flashsci.call.plans import (
     alone,
     as_given,
@@ -277,7 +277,7 @@ def plain_scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
     leading, heads = _outer(q, k, v)
     dtype = scores_dtype(q, bias)
     rows, keys = (_folded(x, leading).to(dtype) for x in (q, k))
-    keys = keys.repeat_interleave(rows.shape[1] // max(1, keys.shape[1]), 1)
+    keys = interleaved(keys, rows.shape[1] // max(1, keys.shape[1]), -3)
     shape = (*leading, *heads, q.shape[-2], k.shape[-2])
     flat = (math.prod(shape[:-2]), *shape[-2:])
     added = q.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashsci.api.attention import attention
 from flashsci.call import arguments
+from flashsci.call.ops import interleaved
 
 
 def sdpa(
@@ -112,7 +113,7 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
             )
         if of_key != of_value:
             heads = math.lcm(of_key, of_value)
-            key, value = (x.repeat_interleave(heads // n, -3) for x, n in ((key, of_key), (value, of_value)))
+            key, value = (interleaved(x, heads // n, -3) for x, n in ((key, of_key), (value, of_value)))
         return query, key, value
     several = {n for n in counts if n != 1}
     if len(several) != 1 or query.is_nested:

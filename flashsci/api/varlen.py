@@ -165,15 +165,27 @@ def varlen_attention(
     bias, bias_offsets = kernel_bias(bias, k.shape[0], cu_seqlens_q, cu_seqlens_k)
     if key_weight is not None and key_weight.dim() == 1:
         key_weight = key_weight.unsqueeze(0)
+    plain = bias is None and key_weight is None and dropout_seed is None
+    record = (
+        functools.partial(_record, packed_rows=(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes)) if plain else None
+    )
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     tensors = Tensors(
         q, k, v, bias, key_weight, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias_offsets=bias_offsets,
         dropout_seed=dropout_seed, alibi_slopes=alibi_slopes,
     )  # fmt: skip
     around = functools.partial(_repeating, plan, needs_grad)
-    out, lse = run(plan, tensors, needs_grad, sink, call, around, return_lse)
+    out, lse = run(plan, tensors, needs_grad, sink, call, around, return_lse, record)
     out = out.transpose(0, 1)
     return (out, lse) if return_lse else out
+
+
+def _record(plan: Plan, packed_rows: Given) -> tuple[Tensor, Tensor]:
+    """out [Hq, Tq, Dv] and lse by the node of :func:`_repeating`."""
+    from flashsci.call.autograd import apply_packed
+
+    out, lse = apply_packed(plan, *packed_rows)
+    return out.transpose(0, 1), lse
 
 
 def _repeating(plan: Plan, needs_grad: bool, again: Run) -> Run:

@@ -19,7 +19,7 @@ from flashsci.api.dropout import keep_mask
 from flashsci.backends.host_reads import check_readable
 from flashsci.call import kinds
 from flashsci.call.fp8_ops import FP8, lacks
-from flashsci.call.ops import Saved, Scalars, Tensors, follow_layout
+from flashsci.call.ops import Saved, Scalars, Tensors, follow_layout, interleaved
 from flashsci.call.problem import Problem
 from flashsci.call.torch_state import casts_to, holds, rounds_products
 
@@ -75,7 +75,7 @@ def visible(
 
 def per_query_head(x: Tensor, heads_q: int) -> Tensor:
     """The tensor with key heads repeated, so that query head h meets key head h // (Hq // Hk)."""
-    return x if x.dim() < 3 or x.shape[-3] == heads_q else x.repeat_interleave(heads_q // x.shape[-3], dim=-3)
+    return x if x.dim() < 3 or x.shape[-3] == heads_q else interleaved(x, heads_q // x.shape[-3], -3)
 
 
 def _per_key_head(x: Tensor, heads_k: int) -> Tensor:
@@ -164,7 +164,7 @@ def _weights(key_weight: Tensor, heads_q: int, dtype: torch.dtype) -> Tensor:
     weights = key_weight.to(dtype)
     weights = weights - torch.where(weights.abs() < SMALLEST_NORMAL, weights, 0.0).detach()
     if weights.dim() > 1 and weights.shape[-2] not in (1, heads_q):
-        weights = weights.repeat_interleave(heads_q // weights.shape[-2], dim=-2)
+        weights = interleaved(weights, heads_q // weights.shape[-2], -2)
     return weights.unsqueeze(-2)
 
 

@@ -35,7 +35,8 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def _rows_are_aligned(x: Tensor) -> bool:
-    if not x.is_cuda:
+    """Whether rows begin at multiples of 16 bytes; True where there is no address, as a tracer's fake tensors have none."""
+    if not x.is_cuda or type(x) not in (Tensor, torch.nn.Parameter):
         return True
     size = x.element_size()
     strides = [n * size for n, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1]

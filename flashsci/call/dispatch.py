@@ -26,6 +26,7 @@ def run(
     call: Call | None = None,
     around: Callable[[Run], Run] = lambda run: run,
     reads_lse: bool = True,
+    record: Callable[[Plan], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of the backend that a plan names, with autograd nodes where needed.
 
@@ -33,6 +34,7 @@ def run(
         call: the key and the tensors of the call, if it may be remembered.
         around: wraps the function that computes from these tensors into one that computes the whole call.
         reads_lse: whether the caller reads the lse.
+        record: computes and records a call whose tensors kernels take as given, as its repeats do.
     """
     module = plan.module
     count_flops()
@@ -60,10 +62,9 @@ def run(
     direct = bypasses_dispatcher(tensors)
     if direct and call is not None and plan.settled and not plan.scalars.dropout_p:
         remember(call, around(_again(plan, tensors, needs_grad, reads_lse)))
-    if not plan.as_given:
-        tensors = plan.ready(tensors, needs_grad, direct)
-    elif not direct:
-        tensors = plan.raised(tensors)
+    tensors = plan.to_save(tensors, needs_grad, direct)
+    if needs_grad and record is not None and direct and plan.as_given:
+        return record(plan)
     if needs_grad:
         nodes = _nodes()
         apply = nodes.apply_directly if direct else nodes.EagerForward.apply

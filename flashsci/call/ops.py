@@ -133,6 +133,13 @@ def with_rank(x: Tensor | None, rank: int) -> Tensor | None:
     return x if x is None else x[(None,) * (rank - x.dim())]
 
 
+def interleaved(x: Tensor, times: int, dim: int) -> Tensor:
+    """``x.repeat_interleave(times, dim)`` for a negative dim. torch.jit.trace records that function on the CPU alone."""
+    shape = list(x.shape)
+    shape.insert(len(shape) + dim + 1, times)
+    return x.unsqueeze(dim).expand(shape).flatten(dim - 1, dim)
+
+
 def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any) -> Given:
     """Packed tensors as users give them, [T, H, D], in the order of :class:`Tensors` as kernels take them."""
     rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)

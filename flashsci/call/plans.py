@@ -113,6 +113,16 @@ class Plan:
         self.as_given = given is tensors
         return given
 
+    def to_save(self, tensors: Tensors, needs_grad: bool, direct: bool) -> Tensors:
+        """The tensors to compute from and to save for gradients: those of the call where kernels take them.
+
+        Repeats of the call save the same: a checkpoint compares what a call and its recomputation save.
+        """
+        if not self.as_given:
+            ready = self.ready(tensors, needs_grad, direct)
+            return tensors if direct and self.as_given else ready
+        return tensors if direct else self.raised(tensors)
+
     def prepared(self, tensors: Given) -> Run:
         """A function that computes out and lse of plain tensors like these, as kernels take them or of lower ranks."""
         run = self._forward

@@ -42,8 +42,7 @@ def attend(
         out, lse = Forward.apply(written(plan.choice), *plan.raised(tensors).inner_contiguous(), *scalars)
         return with_sink(out, lse, sink)
     direct = bypasses_dispatcher((*tensors, sink))
-    if not (plan.as_given and direct):
-        tensors = plan.ready(tensors, needs_grad, direct)
+    tensors = plan.to_save(tensors, needs_grad, direct)
     if needs_grad:
         found = SinkForward.apply(plan, direct, sink, *tensors)
     else:

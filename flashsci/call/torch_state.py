@@ -33,7 +33,7 @@ def tracer_paused() -> Iterator[None]:
 
 def is_captured(x: Tensor) -> bool:
     """Whether a CUDA graph records operations on ``x``; the host then cannot read its values."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
 
 def is_recorded() -> bool:

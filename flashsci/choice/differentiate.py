@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Tensors
 from flashsci.call.problem import problem_of, sums_bias
-from flashsci.call.torch_state import count_flops
+from flashsci.call.torch_state import count_flops, is_traced, tracer_paused
 from flashsci.choice.backends import BACKENDS, FORWARD_OF_CUDA, kernels
 from flashsci.choice.candidates import able, advice
 from flashsci.choice.gradients import Choice, gradients, sharing
@@ -98,6 +100,11 @@ def prepared_backward(
 
 
 def _gradient_backend(choice: Choice, module: Any, saved: Saved, need: int) -> str:
+    with tracer_paused() if is_traced() else nullcontext():  # sizes are numbers, and the decision is no part of a trace
+        return _decided(choice, module, saved, need)
+
+
+def _decided(choice: Choice, module: Any, saved: Saved, need: int) -> str:
     tensors, scalars = saved.tensors, saved.scalars
     q, k, v, bias, cu_seqlens_q = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.cu_seqlens_q
     given = tuple([name for name, x in zip(tensors._fields, tensors, strict=True) if x is not None])
@@ -119,8 +126,8 @@ def _gradient_backend(choice: Choice, module: Any, saved: Saved, need: int) -> s
         module.hopper_takes(saved, need),
         q.device,
         q.dtype,
-        q.shape[-1],
-        v.shape[-1],
+        index(q.shape[-1]),
+        index(v.shape[-1]),
         sizes,
         given=given,
         mask="mask" in given,
@@ -148,7 +155,8 @@ def _triton_rejects(device: torch.device, dtype: torch.dtype, d: int, dv: int) -
 def triton_rejects(tensors: Tensors) -> str | None:
     """Why Triton's kernels cannot compute second derivatives of a call, or None."""
     q, v = tensors.q, tensors.v
-    return _triton_rejects(q.device, q.dtype, q.shape[-1], v.shape[-1])
+    with tracer_paused() if is_traced() else nullcontext():
+        return _triton_rejects(q.device, q.dtype, index(q.shape[-1]), index(v.shape[-1]))
 
 
 def second_order(name: str, tensors: Tensors) -> Any:

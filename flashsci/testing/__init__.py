@@ -15,6 +15,8 @@ from flashsci.testing import (  # noqa: F401  (register their traps)
     traps_tangents,
 )
 from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, exact_matmul
+from flashsci.testing.calls import LARGE_CALLS, SMALL_CALLS, CallLimits, DrawnCall, draw_call
+from flashsci.testing.calls_making import make_call
 from flashsci.testing.cases import Case, ResidualCase, Variant
 from flashsci.testing.drawing import cases, draw_case, generate, generate_residual, residual_cases
 from flashsci.testing.evaluation import evaluate
@@ -45,9 +47,13 @@ from flashsci.testing.traps import TRAPS, Skipped, Trap
 from flashsci.testing.variants import residual_variants, second_order_variants, variants
 
 __all__ = [
+    "LARGE_CALLS",
+    "SMALL_CALLS",
     "TENSORS",
     "TRAPS",
+    "CallLimits",
     "Case",
+    "DrawnCall",
     "FP8Case",
     "FP8Inputs",
     "FP8Judge",
@@ -65,6 +71,7 @@ __all__ = [
     "Variant",
     "assert_accurate",
     "cases",
+    "draw_call",
     "draw_case",
     "embed",
     "evaluate",
@@ -76,6 +83,7 @@ __all__ = [
     "generate_residual",
     "judge_fp8",
     "judge_paged",
+    "make_call",
     "make_fp8_inputs",
     "make_inputs",
     "make_paged_inputs",

@@ -88,7 +88,7 @@ CALLS = {
     "lse": (lambda b, *x: flashsci.attention(*x, return_lse=True, backend=b), lambda: rows(2)),
     "weights": (
         lambda b, q, k, v, w: flashsci.attention(q, k, v, key_weight=w, backend=b),
-        lambda: [*rows(2), torch.rand(2, 1, 4, device=DEVICE).requires_grad_()],
+        lambda: [leaf(2, 2, 3, 8), leaf(2, 2, 4, 8), leaf(2, 2, 4, 8), torch.rand(2, 2, 4, device=DEVICE).requires_grad_()],
     ),
     "alibi": (
         lambda b, q, k, v: flashsci.attention(q, k, v, alibi_slopes=torch.ones(2, 2, device=DEVICE), return_lse=True, backend=b),

@@ -49,6 +49,9 @@ def calls(architecture):
     yield "unaligned rows", "float16", (50, 20), {"window_left": 40, "window_right": 8}
     yield "unaligned rows, packed", "float16", (100, 25), {"packed": True}
     yield "key weights", "float16", (64, 80), {"weight": (2, 1, 96)}
+    narrow = {"weight": (2, 1, 96), "narrow_weight": True, "window_right": 0}
+    yield "key weights of 16 bits, causal", "float16", (128, 128), narrow
+    yield "key weights of 16 bits, causal, two chunks", "float16", (40, 72), narrow | {"bias": (2, 1, 1, 96)}
     yield "negative scale", "float16", (64, 64), {"scale": -0.125}
     # Products whose rows are queries, fewer than 64 of them, beside products whose rows are keys.
     for name, seq in (("few queries", (32, 200)), ("short rows", (72, 144))):
@@ -83,7 +86,7 @@ def arguments(torch, dtype, dims, options):
     elif options.get("bias"):
         bias = torch.zeros(options["bias"], dtype=dtype)
     if options.get("weight"):
-        weight = torch.zeros(options["weight"])
+        weight = torch.zeros(options["weight"], dtype=dtype if options.get("narrow_weight") else torch.float32)
     if options.get("mask"):
         mask = torch.ones(options["mask"], dtype=torch.bool)
     if options.get("dropout_p"):

@@ -26,10 +26,14 @@ OF_TORCH: tuple[tuple[str, str], ...] = (
         "input_tensor must be a FunctionalTensor",
         "no op writes into a copy of a constant under torch's AOTInductor; give the tensor as an input",
     ),
+    (
+        "Mutating a variable from outside the scope of this HOP",
+        "torch 2.11 compiles no context inside a checkpoint that sets a value; put use_backend around the compiled call",
+    ),
 )
 # Dynamo repeats an error that it met while tracing, with its type and message; and the reason why a function is not traced.
 TOLD_BY_DYNAMO = re.compile(
-    r"raised exception (?:TypeError|ValueError|BackendError|NotImplementedError)\([\"'](.*?)[\"']\) For more"
+    r"raised exception (?:TypeError|ValueError|BackendError|NotImplementedError)\((?:\[ConstantVariable\(str: )?[\"'](.*?)[\"'](?:\)\])?\) For more"
     r"|function `<function \w+ at \w+>` since it was wrapped with `torch.compiler.disable` \(reason: (.*?flashsci.*?)\)"
 )
 _HOME = flashsci.__file__.rpartition("/")[0]

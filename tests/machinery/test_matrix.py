@@ -137,6 +137,15 @@ def test_errors_without_advice_are_raw():
     assert _raised(lambda: torch.vmap(lambda x: x.item())(q)) == RAW
 
 
+@pytest.mark.parametrize("quoted", ['("{}")', '([ConstantVariable(str: "{}")])'])
+@pytest.mark.parametrize("words, kind", [("it has no alibi; use backend='triton'", REFUSED), ("it has no alibi", RAW)])
+def test_a_compiler_repeats_a_refusal(quoted, words, kind):
+    told = (
+        f"Observed exception\n context: raised exception BackendError{quoted.format(words)}\n\n For more details, visit"
+    )
+    assert outcome_of(RuntimeError(told)).kind == kind
+
+
 def test_all_threads_get_the_same_tensors(monkeypatch):
     """They are drawn from torch's one generator, by whoever asks first."""
     expected = entries.made("attention")

@@ -55,13 +55,17 @@ def compile_ahead(
     workers = min(len(todo) // 2, len(os.sched_getaffinity(0)) - 1, room)
     if workers < 2:
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _prepare, (base,)) as pool:
+    with processes(workers, base) as pool:
         running = [pool.submit(_once, case, name, device.type, order) for case, name in todo]
         for done, future in enumerate(as_completed(running), start=1):
             on_step(f"compiling ahead: {done} of {len(todo)}")
             with contextlib.suppress(BrokenProcessPool):
                 future.result()
+
+
+def processes(workers: int, base: str | None = None) -> ProcessPoolExecutor:
+    """A pool of fresh processes that compile."""
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _prepare, (base,))
 
 
 def _prepare(base: str | None) -> None:

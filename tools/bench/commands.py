@@ -57,7 +57,9 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: headline, dense, dense-fp32, bias, tiny, varlen, order2, decode, "
-            "latency, calls, dense-short, wide, auto, all, cpu."
+            "latency, calls, dense-short, wide, auto, all, cpu; or drawn: calls drawn at random, which has "
+            "--seed, --calls, --first and --small, of the other options --seconds, --device and --json, and prints "
+            "the regret of auto."
         ),
     ] = "",
     case: Annotated[str, typer.Option(help="Comma-separated ids of single cases.")] = "",
@@ -71,7 +73,16 @@ def bench(
     order: Annotated[int, typer.Option(help="Highest derivative to time: 0 forward, 1 backward too.")] = 1,
     dtype: Annotated[str, typer.Option(help="Run the cases in this dtype instead: bf16, fp16, fp32.")] = "",
     device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = "",
-    seconds: Annotated[float, typer.Option(help="Measuring time per case and pass, about.")] = 1.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Measuring time per case and pass, about (1); of drawn: the time of the whole run (240)."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="drawn: the seed of the calls.")] = 1,
+    calls: Annotated[int, typer.Option(help="drawn: the most calls, whatever the time.")] = 10**6,
+    first: Annotated[int, typer.Option(help="drawn: the number of the first call.")] = 0,
+    small: Annotated[
+        bool | None, typer.Option("--small/--large", help="drawn: the size of the calls; default: small on a CPU.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="A fifth of the time; for a first look.")] = False,
     check: Annotated[bool, typer.Option(help="Compare with fp64 first; no speed without it.")] = True,
     base: Annotated[
@@ -83,13 +94,19 @@ def bench(
         str,
         typer.Option(envvar="FLASHSCI_FA3", help="FlashAttention-3's library, for the peer fa3."),
     ] = "",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the records here.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the records here; of drawn: one a line, as they come.")
+    ] = None,
 ) -> None:
     """Time flashsci against its peers, interleaved launch by launch, after checking the results."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if fa3:
         os.environ["FLASHSCI_FA3"] = fa3
 
+    if suite == "drawn":
+        _drawn(seed, 240.0 if seconds is None else seconds, where, calls, first, small, json_path)
+        return
+    seconds = 1.0 if seconds is None else seconds
     suites = _listed(suite) or ([] if case else ["headline" if where.type == "cuda" else "cpu"])
     console = wide_console()
     progress = _progress(console)
@@ -138,6 +155,46 @@ def bench(
             core.show(core.tables(found), console)
     if json_path:
         console.print(f"wrote {len(found)} records to {json_path}")
+
+
+def _drawn(
+    seed: int, seconds: float, device: torch.device, calls: int, first: int, small: bool | None, path: Path | None
+) -> None:
+    from tools.bench import drawn
+
+    console = wide_console()
+    records: list[dict] = []
+
+    def say(record: dict) -> None:
+        records.append(record)
+        if not console.is_terminal:
+            auto = record["candidates"].get("auto", {})
+            ran = ", ".join(filter(None, auto.get("by", ())))
+            print(f"{record['text']}: auto {auto.get('loop_us', '-')} us, {ran or auto.get('gate')}", flush=True)
+
+    columns = TextColumn("{task.description}"), TimeElapsedColumn()
+    try:
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("")
+            drawn.run(
+                seed,
+                seconds,
+                device=device,
+                calls=calls,
+                first=first,
+                small=small,
+                path=path,
+                on_step=lambda text: progress.update(task, description=text),
+                on_record=say,
+            )
+    finally:  # also after a run that breaks off
+        if records:
+            text = drawn.summary(records)
+            print(text, flush=True)
+            if path:
+                path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+    if path:
+        console.print(f"wrote {len(records)} records to {path}")
 
 
 @app.command()
@@ -213,7 +270,7 @@ def report(
         typer.Argument(
             exists=True,
             dir_okay=False,
-            help="What `bench --json` wrote; default: all in reports/bench.",
+            help="What `bench --json` wrote; default: all in reports/bench but drawn calls (.jsonl).",
         ),
     ] = None,
     markdown: Annotated[bool, typer.Option(help="Print Markdown tables.")] = False,
@@ -230,6 +287,14 @@ def report(
 ) -> None:
     """Show records of earlier benchmarks: as tables, plots, and in the documentation."""
     console = wide_console()
+    of_draws = [path for path in files or () if path.suffix == ".jsonl"]
+    if of_draws:
+        if len(of_draws) != len(files or ()):
+            raise typer.BadParameter("records of drawn calls (.jsonl) are reported alone, not with others")
+        from tools.bench import drawn
+
+        print(drawn.summary([record for path in of_draws for record in drawn.read(path)]))
+        return
     files = files or sorted(ROOT.glob("reports/bench/*/*.json"))
     if not files:
         raise typer.BadParameter("no files given, and none in reports/bench")

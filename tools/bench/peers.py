@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def collapsed(x: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _only(kernel: SDPBackend | None):
+def only(kernel: SDPBackend | None):
     return nullcontext() if kernel is None else sdpa_kernel(kernel)
 
 
@@ -111,7 +111,7 @@ def _sdpa(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
         if merged is not None:
             # The kernels take stride-0 dims, but want all four of them at full size.
             merged = merged.expand(q.shape[0], case.H, case.Sq, case.Sk)
-        with _only(kernel):
+        with only(kernel):
             out = scaled_dot_product_attention(q, k, v, merged, is_causal=plain_causal, enable_gqa=case.Hk != case.H)
         return out.reshape((*x.q.shape[:-1], case.Dv))
 
@@ -131,7 +131,7 @@ def _sdpa_packed(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
                 ).transpose(1, 2)
                 for t in (x.q, x.k, x.v)
             )
-            with _only(kernel):
+            with only(kernel):
                 out = scaled_dot_product_attention(q, k, v, is_causal=case.causal)
             return out.transpose(1, 2).values()
 
@@ -151,26 +151,34 @@ def _sdpa_packed(kernel: SDPBackend | None, x: Inputs) -> Callable[[], Tensor]:
 
         bias = x.bias.new_zeros(case.H, n, longest, longest)
         bias = bias.masked_scatter(pairs, x.bias).transpose(0, 1).to(x.q.dtype)
-        with _only(kernel):
+        with only(kernel):
             out = scaled_dot_product_attention(pad(x.q), pad(x.k), pad(x.v), bias.masked_fill(hidden, float("-inf")))
         return out.transpose(1, 2)[real]
 
     return _refusal_as_reason(padded)
 
 
-def _refusal_as_reason(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Run once; SDPA explains a refusal in warnings and then raises 'No available kernel'."""
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A context in which SDPA's refusal is `Unsupported`: it explains one in warnings, and then raises 'No available
+    kernel'."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            call()
+            yield
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
                 raise
             said = [str(w.message).split(" (Triggered")[0] for w in caught]
             idle = ("because:", "not used", "runtime disabled")
             said = [s for s in said if not any(i in s for i in idle)] or [str(error)]
             raise Unsupported(said[-1].splitlines()[0]) from error
+
+
+def _refusal_as_reason(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Run once, and give SDPA's reason if it refuses."""
+    with refusals():
+        call()
     return call
 
 

@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -210,3 +211,55 @@ def host_time(
             samples[name].append((time.perf_counter() - start) / calls)
     drain()
     return {name: Times.of(s, calls) for name, s in samples.items()}
+
+
+def back_to_back(
+    functions: Mapping[str, Function],
+    device: torch.device,
+    seconds: float = 0.2,
+    rounds: int = 5,
+    most: int = 500,
+    within: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
+    seed: int = 0,
+) -> dict[str, Times]:
+    """Seconds per call in a loop, by the host's clock: the larger of what host and device need, as a model pays it.
+
+    Each sample is a run of calls from an idle device until it is idle again, up to ``most`` of them; every round has
+    one run of each function, in an order that changes. A run lasts about ``seconds`` over the number of all runs. A
+    function that is too slow for that has one call a run, and so few runs that it takes twice its share; a function
+    twenty times as slow as the fastest has its trial alone. ``within``: the context of a function's runs, which no call
+    pays for.
+    """
+
+    def drain() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def run(name: str, count: int) -> float:
+        function = functions[name]
+        with within(name):
+            drain()
+            start = time.perf_counter()
+            for _ in range(count):
+                function()
+            drain()
+            return (time.perf_counter() - start) / count
+
+    trial = {name: min(run(name, 1), run(name, 2)) for name in functions}
+    fastest = min(trial.values(), default=0.0)
+    share = seconds / max(1, len(functions))
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    counts, turns = {}, {}
+    for name, once in trial.items():
+        counts[name] = max(1, min(most, int(share / rounds / max(once, 1e-9))))
+        turns[name] = min(rounds, max(2, int(2 * share / max(once, 1e-9))))
+        if once > 20 * fastest and once > share:
+            samples[name], turns[name] = [once], 0
+    order = list(functions)
+    shuffle = random.Random(seed).shuffle
+    for turn in range(rounds):
+        shuffle(order)
+        for name in order:
+            if turn < turns[name]:
+                samples[name].append(run(name, counts[name]))
+    return {name: Times.of(s, counts[name]) for name, s in samples.items()}

@@ -37,7 +37,7 @@ class Verdict:
     problem: str | None
 
 
-def _spread(size: int, count: int, device: torch.device) -> Tensor:
+def spread(size: int, count: int, device: torch.device) -> Tensor:
     """`count` of `size` indices, the last one always among them: errors are most likely at large offsets."""
     return torch.linspace(size - 1, 0, min(size, count), device=device).round().long().unique()
 
@@ -66,13 +66,13 @@ class Sample:
     def _dense(self) -> tuple[Call, dict[str, tuple[Tensor, ...]]]:
         x, case, device = self.inputs, self.inputs.case, self.inputs.q.device
         budget = BUDGET[device.type]
-        rows = _spread(case.Sq, max(1, budget // case.Sk), device)
+        rows = spread(case.Sq, max(1, budget // case.Sk), device)
         # The size of one head: its scores or, if queries are few, its keys and values.
         each = max(len(rows) * (case.H // case.Hk), case.D + case.Dv)
         room = max(1, budget // (case.Sk * each))
         chosen = []
         for size in (case.Hk, *reversed(case.batch)):
-            chosen.append(_spread(size, room, device))
+            chosen.append(spread(size, room, device))
             room = max(1, room // len(chosen[-1]))
         heads_k, *batch = chosen
         batch.reverse()
@@ -90,15 +90,15 @@ class Sample:
         left, right = case.window or (-1, -1)
         right = 0 if case.causal else right
         visible = reference.visible(case.Sq, case.Sk, left, right, False, device)
-        mask = None if x.mask is None else _pick(x.mask, indices["bias"])
+        mask = None if x.mask is None else pick(x.mask, indices["bias"])
         if visible is not None:
             visible = visible[rows]
             mask = visible if mask is None else mask & visible
         call = Call(
-            *(_pick(t, indices[n]) for n, t in (("q", x.q), ("k", x.k), ("v", x.v))),
-            bias=None if x.bias is None else _pick(x.bias, indices["bias"]),
+            *(pick(t, indices[n]) for n, t in (("q", x.q), ("k", x.k), ("v", x.v))),
+            bias=None if x.bias is None else pick(x.bias, indices["bias"]),
             mask=mask,
-            dout=_pick(x.dout, indices["out"]) if x.leaves else None,
+            dout=pick(x.dout, indices["out"]) if x.leaves else None,
             bias_grad="bias" in x.leaves,
         )
         return call, indices
@@ -108,7 +108,7 @@ class Sample:
         lens = torch.tensor(case.lens)
         squares, budget = lens * lens * case.H, BUDGET[device.type]
         count = max(1, min(64, int(budget // squares.float().mean())))
-        sequences = _spread(len(lens), count, torch.device("cpu")).tolist()
+        sequences = spread(len(lens), count, torch.device("cpu")).tolist()
         while len(sequences) > 1 and int(squares[sequences].sum()) > budget:
             sequences = sequences[1:]
         starts, blocks = lens.cumsum(0) - lens, (lens * lens).cumsum(0) - lens * lens
@@ -129,9 +129,9 @@ class Sample:
         ends = torch.tensor([0, *(case.lens[n] for n in sequences)]).cumsum(0)
         options = {"causal": case.causal, "window": case.window}
         call = Call(
-            *(_pick(t, indices[n]) for n, t in (("q", x.q), ("k", x.k), ("v", x.v))),
-            bias=None if x.bias is None else _pick(x.bias, indices["bias"]),
-            dout=_pick(x.dout, indices["out"]) if x.leaves else None,
+            *(pick(t, indices[n]) for n, t in (("q", x.q), ("k", x.k), ("v", x.v))),
+            bias=None if x.bias is None else pick(x.bias, indices["bias"]),
+            dout=pick(x.dout, indices["out"]) if x.leaves else None,
             cu_seqlens_q=ends.to(device=device, dtype=torch.int32),
             bias_grad="bias" in x.leaves,
             options=options,
@@ -146,7 +146,7 @@ class Sample:
         found = {"forward": self._verdict(judge, {"out": out.detach()})}
         if "backward" in passes:
             dout = torch.zeros_like(x.dout)
-            where = _grid(dout, self.indices["out"])
+            where = grid(dout, self.indices["out"])
             dout[where] = x.dout[where]
             gradients = torch.autograd.grad(out, list(x.leaves.values()), dout)
             named = {f"d{n}": g for n, g in zip(x.leaves, gradients, strict=True)}
@@ -159,7 +159,7 @@ class Sample:
             if not torch.isfinite(x).all():
                 findings.append(Finding(name, float("inf"), problem=f"{name} is not finite"))
                 continue
-            part = _pick(x, self.indices[name.removeprefix("d")])
+            part = pick(x, self.indices[name.removeprefix("d")])
             findings.append(judge.judge(name, part.to(judge.baseline[name].dtype)))
         problems = [f.problem for f in findings if f.problem]
         return Verdict(
@@ -169,7 +169,7 @@ class Sample:
         )
 
 
-def _grid(x: Tensor, index: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def grid(x: Tensor, index: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Index of the grid spanned by one index vector per dim; a broadcast dim (size 1) stays."""
     rank = x.dim()
     return tuple(
@@ -178,5 +178,5 @@ def _grid(x: Tensor, index: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     )
 
 
-def _pick(x: Tensor, index: tuple[Tensor, ...]) -> Tensor:
-    return x.detach()[_grid(x, index)]
+def pick(x: Tensor, index: tuple[Tensor, ...]) -> Tensor:
+    return x.detach()[grid(x, index)]

@@ -69,6 +69,7 @@ def calls(architecture: int):
     yield "mask of keys", main, (64, 64), {"mask": keys}, FIRST_ORDER
     yield "everything", main, (64, 64), {"bias": shared, "mask": keys, "weight": (2, 2, 300), "softcap": 9.0, "dropout_p": 0.2, "dlse": True} | window, OPERATIONS  # fmt: skip
     yield "weights", main, (64, 64), {"weight": (2, 2, 300)}, OPERATIONS
+    yield "weights of 16 bits", main, (128, 128), {"weight": (2, 2, 300), "narrow_weight": True} | causal, OPERATIONS
     yield "alibi", main, (64, 64), {"alibi": (2, 4)} | causal, OPERATIONS
     yield "dropout", main, (64, 64), {"dropout_p": 0.1}, FIRST_ORDER
     yield "packed", main, (64, 64), {"packed": True} | causal, OPERATIONS
@@ -118,7 +119,7 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
         bias = torch.zeros(options["bias"], dtype=dtype)
         bias = bias.mT.contiguous().mT if options.get("bias_transposed") else bias
     if options.get("weight"):
-        weight = torch.zeros(options["weight"])
+        weight = torch.zeros(options["weight"], dtype=dtype if options.get("narrow_weight") else torch.float32)
     if options.get("mask"):
         mask = torch.ones(options["mask"], dtype=torch.bool)
     if options.get("dropout_p"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashsci.api.attention import attention
 from flashsci.api.varlen import varlen_attention
+from flashsci.call.ops import interleaved
 from flashsci.compat.flash_attn import fa2
 from flashsci.compat.flash_attn.cache import Cached, cached_attention
 from flashsci.compat.flash_attn.gaps import attend_with_gaps
@@ -248,7 +249,7 @@ def flash_attn_with_kvcache(
 def _scales(q: Tensor, k: Tensor, of_q: Tensor | None, of_k: Tensor | None, of_v: Tensor | None) -> dict[str, Any]:
     """The scales for each head of q, as in flashsci; FlashAttention-3 has one for each group of heads."""
     if of_q is not None and of_q.dim() == 2:
-        of_q = of_q.repeat_interleave(q.shape[-2] // k.shape[-2], 1)
+        of_q = interleaved(of_q, q.shape[-2] // k.shape[-2], -1)
     return {"q_scale": of_q, "k_scale": of_k, "v_scale": of_v}
 
 

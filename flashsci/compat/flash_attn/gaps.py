@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashsci.api.varlen import varlen_attention
+from flashsci.call.ops import interleaved
 
 
 def attend_with_gaps(
@@ -47,7 +48,7 @@ def attend_with_gaps(
         out ``[Tq, Hq, Dv]``, or as in ``return_lse``.
     """
     if used_q is None:
-        parts, cu_q = 2, cu_seqlens_q.repeat_interleave(2)
+        parts, cu_q = 2, interleaved(cu_seqlens_q, 2, -1)
         bounds = torch.stack((first_k, last_k), 1)
     else:
         begin, end = cu_seqlens_q[:-1], cu_seqlens_q[1:]
@@ -56,7 +57,7 @@ def attend_with_gaps(
         bounds = torch.stack((first_k, last_k, last_k), 1)
     cu_k = pad(pad(bounds.flatten(), (1, 0)), (0, 1), value=k.shape[0])
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
-        alibi_slopes = torch.cat((alibi_slopes[:1], alibi_slopes.repeat_interleave(parts, 0)))
+        alibi_slopes = torch.cat((alibi_slopes[:1], interleaved(alibi_slopes, parts, -2)))
     return varlen_attention(
         q, k, v, cu_q.to(torch.int32), cu_k.to(torch.int32), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         alibi_slopes=alibi_slopes, **options,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -18,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashsci.backends.cuda import capabilities, decisions, library, rehearsal
 from flashsci.backends.cuda.paged import refuse_layout
 from flashsci.backends.cuda.rehearsal import A100, H100, T4
-from flashsci.call import ops
+from flashsci.call import ops, problem
 from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
 from flashsci.call.paged_ops import PagedScalars, PagedTensors
 from flashsci.call.problem import Problem
+from flashsci.choice import differentiate, gradients
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(
@@ -324,3 +328,32 @@ def test_calls_that_kernels_of_inner_heads_take():
         assert taken == [capabilities._may_take_pairs(problem)] * 2, problem
         seen.update(taken)
     assert seen == {True, False}
+
+
+@pytest.mark.parametrize("trace", ["jit.trace", "make_fx", "make_fx, symbolic"])
+def test_the_backend_of_gradients_is_decided_with_numbers(trace, monkeypatch):
+    """Sizes are tensors under torch.jit.trace, and symbols in a trace of any sizes: neither can be a key of a cache."""
+
+    def problem_of(*facts):
+        return replace(problem.problem_of(*facts), device_type="cuda", capability=(9, 0))
+
+    monkeypatch.setattr(differentiate, "problem_of", problem_of)
+    monkeypatch.setattr(differentiate, "_gradients_of", lru_cache(differentiate._gradients_of.__wrapped__))
+    choice = gradients.named("cuda")
+    module = gradients.sharing(choice)
+    decided = []
+
+    def decide(q, bias):
+        tensors = ops.Tensors(q, q, q, bias)
+        saved = ops.Saved(tensors, q, q[..., 0].float(), PLAIN)
+        decided.append(differentiate._gradient_backend(choice, module, saved, 15))
+        return q + bias.sum()
+
+    given = torch.randn(2, 4, 32, 64, dtype=torch.bfloat16), torch.randn(1, 4, 32, 32, dtype=torch.bfloat16)
+    decide(*given)
+    if trace == "jit.trace":
+        traced = torch.jit.trace(decide, given, check_trace=False)
+    else:
+        traced = make_fx(decide, tracing_mode="symbolic" if "symbolic" in trace else "real")(*given)
+    assert torch.equal(traced(*given), given[0] + given[1].sum())
+    assert len(set(decided)) == 1 and len(decided) == 2

@@ -250,8 +250,10 @@ def load_weights(pointer, strides, at, span, j):
     if pointer is not None:
         head = head_pointer(pointer, strides, at, at.hk, 1)
         columns = (span.start_k + j).to(tl.int64) * strides[3]
-        found = tl.load(head + columns, mask=j < span.len_k, other=0.0).to(tl.float32)
-        return tl.where(tl.abs(found) < SMALLEST_NORMAL, 0.0, found)
+        found = tl.load(head + columns, mask=j < span.len_k, other=0.0)
+        # Two conversions on purpose: Triton 3.6 moves a single one to where its operand is not yet defined.
+        subnormal = tl.abs(found).to(tl.float32) < SMALLEST_NORMAL
+        return tl.where(subnormal, 0.0, found.to(tl.float32))
 
 
 @triton.jit

@@ -1,0 +1,194 @@
+"""The measurement of one drawn call: check every candidate, and time those that are right.
+
+A record is one call: its fields, and of each candidate either its times, with the backends that ran, or the reason why
+it has none.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import flashsci
+from flashsci.choice.backends import FORWARD_OF_CUDA, OWN
+from flashsci.choice.gradients import by_rules, gradients, named
+from flashsci.testing import DrawnCall
+from tools.bench.drawn import ways
+from tools.bench.drawn.sample import Sample
+from tools.bench.drawn.work import Work, without_dropout
+from tools.bench.inputs import Unsupported
+from tools.bench.measure import commit_of_tree, environment, fatal, first_line
+from tools.bench.peers import refusals
+from tools.bench.timer import back_to_back, interleave
+
+Record = dict[str, Any]
+SCHEMA = 1
+NEIGHBOUR = "neighbour"
+#: Seconds of timing for one call: by the host's clock, and by that of the GPU.
+LOOP_SECONDS, GPU_SECONDS = 0.2, 0.1
+#: Candidates this many times as slow as the fastest have no time by the GPU's clock.
+SLOW = 10
+
+
+def record_of(call: DrawnCall, device: torch.device) -> Record:
+    """The record of one call. A call that fails has the reason under "failed", and after a lost device "lost" is
+    true."""
+    try:
+        record = Measurement(call, device).record()
+    except Exception as error:
+        record = failed(call, device, first_line(error), fatal(error))
+    gc.collect()
+    if device.type == "cuda" and not record.get("lost"):
+        torch.cuda.empty_cache()
+    return record
+
+
+def failed(call: DrawnCall, device: torch.device, reason: str, lost: bool) -> Record:
+    """The record of a call that has no times."""
+    return {**about(call, device), "failed": reason, "lost": lost, "candidates": {}}
+
+
+def about(call: DrawnCall, device: torch.device) -> Record:
+    """The part of a record that is known before anything has run."""
+    commit, dirty = commit_of_tree()
+    return {
+        "schema": SCHEMA,
+        "call": call.as_dict(),
+        "text": str(call),
+        "scores": call.scores,
+        "commit": commit,
+        "dirty": dirty,
+        "env": environment(device),
+    }
+
+
+class Measurement:
+    """One drawn call: its candidates, their correctness, and their times."""
+
+    def __init__(self, call: DrawnCall, device: torch.device):
+        self.call, self.device = call, device
+        self.started = time.monotonic()
+        self.work = Work(call, device)
+        self.able: dict[str, Callable[[], object]] = {}
+        self.reasons: dict[str, str] = {}
+        self.ran: dict[str, Record] = {}
+
+    def record(self) -> Record:
+        record = about(self.call, self.device)
+        sample = Sample(self.work)
+        sample.judge  # noqa: B018  (an oracle that disagrees with its check fails the call, not a candidate)
+        for name in ways.names_of(self.device, self.call.work):
+            reason = self._try(name, sample)
+            if reason is not None:
+                self.reasons[name] = reason
+        del sample
+        neighbour = self._neighbour()
+        checked = time.monotonic()
+        times = self._times()
+        record["candidates"] = {
+            name: times.get(name) or {"gate": self.reasons[name]} for name in ways.names_of(self.device, self.call.work)
+        }
+        record[NEIGHBOUR] = {
+            "call": neighbour.as_dict(),
+            "scores": neighbour.scores,
+            **(times.get(NEIGHBOUR) or {"gate": self.reasons[NEIGHBOUR]}),
+        }
+        spent = checked - self.started, time.monotonic() - checked
+        record["seconds"] = {n: round(x, 2) for n, x in zip(("checking", "timing"), spent, strict=True)}
+        return record
+
+    def _ran(self, name: str) -> Record:
+        """The code behind a candidate of flashsci: the backends of the call and of its gradients, and their CUDA
+        kernels."""
+        x = self.work.inputs
+        found = flashsci.explain(x.q, x.k, x.v, backend=name, **ways.given(x))
+        chosen = found.chosen
+        if chosen is None or not self.work.leaves:
+            second = None
+        elif found.gradient_kernel is not None:
+            second = "cuda"
+        else:
+            choice = (by_rules if name == "auto" else named)(chosen)
+            second = gradients(choice, found.problem).backend
+        forward = "cuda" if chosen in (*FORWARD_OF_CUDA, OWN) else chosen
+        return {"by": [forward, second], "kernels": [found.kernel, found.gradient_kernel]}
+
+    def _try(self, name: str, sample: Sample) -> str | None:
+        """Check one candidate; the reason why it is not timed, or None."""
+        work, ours = self.work, name in ways.OURS
+        x = work.inputs if ours else without_dropout(work.inputs)  # others draw a dropout of their own
+        context = flashsci.use_backend(name, strict=True) if ours else refusals()
+        try:
+            with context, ways.within(name):
+                results = work.results(ways.attend(name, x), x, sample.dout)
+                function = work.timed(ways.attend(name, work.inputs))
+                function()
+            problem = sample.problem(name, results)
+            if problem is not None:
+                return f"failed: {problem}"
+            if ours:
+                self.ran[name] = self._ran(name)
+        except Exception as error:
+            return self._reason(error, ours)
+        self.able[name] = function
+        return None
+
+    def _reason(self, error: Exception, ours: bool) -> str:
+        """An error as the reason why a candidate has no time; of a lost device, the error itself."""
+        if fatal(error):
+            raise error
+        if isinstance(error, torch.OutOfMemoryError):
+            return "refused: out of memory"
+        if isinstance(error, Unsupported | flashsci.BackendError) or not ours:
+            return f"refused: {first_line(error)}"
+        return f"failed: it raised {first_line(error)}"
+
+    def _neighbour(self) -> DrawnCall:
+        """The neighbour of the call, ready to be timed beside it."""
+        call = self.call.neighbour()
+        try:
+            work = Work(call, self.device)
+            function = work.timed(ways.attend("auto", work.inputs))
+            function()
+        except Exception as error:
+            self.reasons[NEIGHBOUR] = self._reason(error, ours=True)
+        else:
+            self.able[NEIGHBOUR] = function
+        return call
+
+    def _times(self) -> dict[str, Record]:
+        loops = back_to_back(self.able, self.device, LOOP_SECONDS, within=ways.within)
+        on_gpu = {}
+        if self.device.type == "cuda":
+            most = SLOW * min((t.median for t in loops.values()), default=0.0)
+            quick = {n: _within(n, f) for n, f in self.able.items() if loops[n].median <= most}
+            on_gpu = interleave(quick, self.device, GPU_SECONDS, rounds=(3, 20))
+        found = {}
+        for name, loop in loops.items():
+            found[name] = {
+                "gate": "passed",
+                **self.ran.get(name, {}),
+                "loop_us": _us(loop.median),
+                "loop_min_us": _us(loop.min),
+                "n": loop.n * loop.batch,
+            }
+            if name in on_gpu:
+                found[name]["gpu_us"] = _us(on_gpu[name].median)
+        return found
+
+
+def _within(name: str, function: Callable[[], object]) -> Callable[[], object]:
+    def call() -> object:
+        with ways.within(name):
+            return function()
+
+    return call
+
+
+def _us(seconds: float) -> float:
+    """Microseconds to five digits."""
+    return float(f"{seconds * 1e6:.5g}")
