@@ -10,7 +10,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .outcomes import Outcome
 
 
 def main() -> int:
@@ -20,6 +25,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cells whose name has this in it")
     parser.add_argument("--save", type=Path, help="keep the outcomes there, as JSON")
     parser.add_argument("--read", type=Path, nargs="+", help="run nothing, and take outcomes that were kept")
+    parser.add_argument(
+        "--known", type=Path, nargs="+", default=[], help="outcomes that were kept: run the other cells, and bad ones"
+    )
     parser.add_argument("--family", default="", help="machineries of this family alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="what has run until then counts")
     parser.add_argument("--cell", help="a machinery and a call as JSON: prints its outcome")
@@ -31,7 +39,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     from .cells import MACHINERIES, Call
-    from .outcomes import BAD, Outcome
+    from .outcomes import BAD
     from .table import cells
 
     if given.cell:
@@ -40,8 +48,11 @@ def main() -> int:
         return 0
     if given.part:
         part, parts = given.part
-        for n, cell in enumerate(cells()):
-            if n // 20 % parts == part and given.only in str(cell) and given.family in cell.machinery.family:
+        known = {key for key, (outcome, _) in _read(given.known).items() if outcome.kind not in BAD}
+        left = [cell for cell in cells() if given.only in str(cell) and given.family in cell.machinery.family]
+        left = [cell for cell in left if cell.key not in known]
+        for n, cell in enumerate(left):
+            if n // min(20, len(left) // parts + 1) % parts == part:
                 start = time.monotonic()
                 outcome = cell.outcome()
                 call = cell.call
@@ -60,16 +71,14 @@ def main() -> int:
                     flush=True,
                 )
         return 0
-    lines, died = (
-        ([line for path in given.read for line in path.read_text().splitlines()], 0) if given.read else run(given)
-    )
-    found, seconds = {}, Counter()
-    for line in lines:
-        *key, kind, why, took = json.loads(line)
-        found[tuple(key)] = Outcome(kind, why)
-        seconds[key[2]] += took
+    lines, died = ([], 0) if given.read else run(given)
     if given.save:
         given.save.write_text("\n".join(lines) + "\n")
+    outcomes = _read(given.known) | _read(given.read or []) | _parsed(lines)
+    found = {key: outcome for key, (outcome, _) in outcomes.items()}
+    seconds: Counter[str] = Counter()
+    for (_, _, machinery, _), (_, took) in outcomes.items():
+        seconds[machinery] += took
     for key, outcome in found.items():
         if outcome.kind in BAD:
             print(" | ".join([*key, *outcome]))
@@ -83,6 +92,24 @@ def main() -> int:
     return int(died > 0 or not found or any(kind in BAD for kind in kinds))
 
 
+Key = tuple[str, str, str, str]  # function, tensor, machinery, backend
+
+
+def _parsed(lines: Iterable[str]) -> dict[Key, tuple[Outcome, float]]:
+    """Outcomes and seconds, from one JSON line for each cell; the last line of a cell counts."""
+    from .outcomes import Outcome
+
+    found: dict[Key, tuple[Outcome, float]] = {}
+    for line in lines:
+        name, row, machinery, backend, kind, why, took = json.loads(line)
+        found[name, row, machinery, backend] = Outcome(kind, why), took
+    return found
+
+
+def _read(paths: Iterable[Path]) -> dict[Key, tuple[Outcome, float]]:
+    return _parsed(line for path in paths for line in path.read_text().splitlines() if line)
+
+
 def run(given: argparse.Namespace) -> tuple[list[str], int]:
     """What processes say of their parts of the cells, a line each; and how many processes died."""
     command = [
@@ -93,6 +120,7 @@ def run(given: argparse.Namespace) -> tuple[list[str], int]:
         given.only,
         "--family",
         given.family,
+        *(["--known", *map(str, given.known)] if given.known else []),
         "--part",
     ]
     end, died = time.monotonic() + given.seconds, 0

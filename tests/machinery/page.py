@@ -21,9 +21,9 @@ TITLE = """# Under which machinery of torch a call works
 
 Each cell is one call, made with the row's tensor under the column's machinery, on every backend, and judged by a formula in float64:
 ✓ the result is right, no: the call is refused with an error that says what to do instead (the number says why), ✗ torch's own
-function, which served the call, fails by itself in the same way, empty: the machinery has no meaning there. Where backends differ, letters name them: R reference, S sdpa, T triton, C cuda, A auto. Derivatives beside a tensor of
+function, which served the call, fails by itself in the same way, empty: the machinery has no meaning there, ·: not run. Where backends differ, letters name them: R reference, S sdpa, T triton, C cuda, A auto. Derivatives beside a tensor of
 integers or of bools are those of q.
-`python -m tests.machinery --write docs/machinery.md` runs all cells and writes this page.
+`python -m tests.machinery --write docs/results/machinery.md` runs all cells and writes this page.
 """
 
 
@@ -50,6 +50,8 @@ def _cell(found: Found, name: str, row: str, machinery: str, notes: Notes) -> st
         if outcome.why:
             sign += f"<sup>{notes.number(_short(outcome.why))}</sup>"
         by[sign].append(LETTERS[backend])
+    if not outcomes:
+        return "·"
     if len(by) == 1:
         return next(iter(by))
     return ", ".join(f"{''.join(letters)} {sign}" for sign, letters in by.items())

@@ -32,6 +32,10 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.call.name}-{self.call.row}-{self.machinery.name}-{self.call.backend}"
 
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.call.name, self.call.row, self.machinery.name, self.call.backend
+
     def outcome(self) -> Outcome:
         return self.machinery.outcome(self.call)
 
