@@ -91,8 +91,11 @@ def rows_fit(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> int:
 
 
 def rows(x: Tensor) -> Tensor:
-    """x, or a copy if its last dim is not contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x, or a copy if the stride of its last dim is not 1.
+
+    ``contiguous`` would give an empty tensor back as it is, which the library refuses as it does any such stride.
+    """
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def whole(x: Tensor | None) -> Tensor | None:

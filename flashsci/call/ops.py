@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashsci.call import kinds
+from flashsci.call import kinds, op_checks
 from flashsci.call.kinds import Role
 from flashsci.call.schemas import LIBRARY, arguments, define_op
 from flashsci.call.torch_state import holds, is_traced
@@ -91,8 +91,7 @@ class Tensors(NamedTuple):
             bias = copied(bias)
         elif self.q.stride(-1) == self.k.stride(-1) == self.v.stride(-1) == 1:
             return self
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.q, self.k, self.v))
-        return self._replace(q=q, k=k, v=v, bias=bias)
+        return self._replace(q=op_checks.rows(self.q), k=op_checks.rows(self.k), v=op_checks.rows(self.v), bias=bias)
 
     def laid_out(self) -> Tensors:
         """The tensors, with copies of q, k, v, offsets and seed that are not stored as kernels read them.
@@ -440,9 +439,9 @@ def register_vmap(op: Any) -> None:
     def laid_out(x: Tensor, position: int) -> Tensor:
         """``x`` as the op takes it: vmap may leave any dim innermost, or expand."""
         role = _ROLES[names[position]]
-        if role is Role.STATISTICS or (role is Role.ROWS and x.stride(-1) != 1):
+        if role is Role.STATISTICS:
             return x.contiguous()
-        return x
+        return op_checks.rows(x) if role is Role.ROWS else x
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         mapped = [p for p, dim in enumerate(in_dims) if dim is not None]

@@ -33,7 +33,7 @@ OF_TORCH: tuple[tuple[str, str], ...] = (
 )
 # Dynamo repeats an error that it met while tracing, with its type and message; and the reason why a function is not traced.
 TOLD_BY_DYNAMO = re.compile(
-    r"raised exception (?:TypeError|ValueError|BackendError|NotImplementedError)\((?:\[ConstantVariable\(str: )?[\"'](.*?)[\"'](?:\)\])?\) For more"
+    r"raised exception (?:TypeError|ValueError|BackendError|NotImplementedError)\([^\"']*[\"'](.*?)[\"'][^\"']*\) For more"
     r"|function `<function \w+ at \w+>` since it was wrapped with `torch.compiler.disable` \(reason: (.*?flashsci.*?)\)"
 )
 _HOME = flashsci.__file__.rpartition("/")[0]

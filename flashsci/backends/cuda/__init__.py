@@ -17,6 +17,7 @@ from flashsci.backends.cuda import decisions, layouts, library, prepared
 from flashsci.backends.cuda.capabilities import READS, WEIGHTED, backward_kernels, older_backward, rejects
 from flashsci.backends.cuda.decisions import hopper_takes
 from flashsci.backends.cuda.library import build_info, library_path, stale, unavailable
+from flashsci.call.op_checks import rows
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
 from flashsci.errors import BackendError
 
@@ -141,11 +142,8 @@ def backward(
     _require_served(saved.tensors, saved.scalars)
     tensors = layouts.whole_rows(saved.tensors.laid_out())
     q, weights = tensors.q, tensors.key_weight
-    out, lse = saved.out, saved.lse.contiguous()
-    if dout is not None and dout.stride(-1) != 1:
-        dout = dout.contiguous()
-    if out.stride(-1) != 1:
-        out = out.contiguous()
+    dout = None if dout is None else rows(dout)
+    out, lse = rows(saved.out), saved.lse.contiguous()
     if weights is not None:
         out, dout = layouts.on_16_bytes(out), None if dout is None else layouts.on_16_bytes(dout)
     inputs = *layouts.inputs(tensors), out, lse
@@ -154,8 +152,8 @@ def backward(
         result: tuple[Tensor, ...] = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need)
         return *result, q.new_empty(0)
     need = layouts.bias_or_weights_needed(need)
-    *rows, dweights = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, True)
-    return *rows, q.new_empty(0), dweights.reshape(weights.shape) if need & NEED_BIAS else dweights
+    *found, dweights = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, True)
+    return *found, q.new_empty(0), dweights.reshape(weights.shape) if need & NEED_BIAS else dweights
 
 
 def prepared_backward(
@@ -173,8 +171,8 @@ def prepared_backward(
         found = backward(dout, dlse, saved, need, generation)
         return tuple([x if need >> i & 1 else None for i, x in enumerate(found)])
 
-    rows = all(x is None or x.stride(-1) == 1 for x in (dout, saved.out))
-    if not rows or not saved.lse.is_contiguous() or not prepared.has_scores(saved.tensors):
+    in_rows = all(x is None or x.stride(-1) == 1 for x in (dout, saved.out))
+    if not in_rows or not saved.lse.is_contiguous() or not prepared.has_scores(saved.tensors):
         return general
     if library.fills_results():
         return general
