@@ -1,5 +1,5 @@
-// What newer C++ runtimes export and older ones lack, defined here, so that the library asks for libstdc++ of GCC 8
-// (GLIBCXX_3.4.25) and glibc 2.28 at most. cmake/glibc_stubs.py does the rest; tools/wheel.py asserts the result.
+// Definitions that newer C++ runtimes export and older ones lack. With them the library asks for libstdc++ of GCC 8
+// (GLIBCXX_3.4.25) and glibc 2.28 at most. cmake/glibc_stubs.py does the rest; tools/packaging/wheel.py asserts the result.
 #include <sstream>
 
 // GLIBCXX_3.4.26: the default constructors, which headers of libstdc++ declare as instantiated elsewhere.

@@ -1,4 +1,4 @@
-"""What a wheel of flashsci holds, and whether it may be published. Needs pyelftools, which auditwheel brings.
+"""The contents of a wheel of flashsci, and the faults for which it may not be published. Needs pyelftools (auditwheel brings it).
 
 A publishable wheel installs on every Python and every Linux that torch installs on: its tag is py3-none-manylinux_2_28, its
 library asks for nothing newer than glibc 2.28 and libstdc++ of GCC 8, and for no library but those and torch's.
@@ -22,13 +22,13 @@ SYSTEM = {
 }
 LARGEST = 100e6  # bytes: PyPI takes no larger file
 LIBRARY = "flashsci/_C.so"
-# What each generation's folder of csrc is compiled to; sm_80's kernels serve every later one.
+# The architectures of a release. The kernels of sm_80 serve every later one.
 RELEASED = ("75", "80", "89", "90", "100", "120")
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a wheel is and holds."""
+    """A wheel: its name, size, files, and the demands of its library."""
 
     name: str
     size: int  # bytes

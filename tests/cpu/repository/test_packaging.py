@@ -15,7 +15,7 @@ import pytest
 from tools.packaging import __main__ as packaging
 from tools.packaging import wheel as wheels
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or not shutil.which("g++") or not shutil.which("readelf"), reason="no g++ on Linux"
 )
