@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashsci.versions import newer
+
 #: Environment variables that change what flashsci, Triton or CUDA do.
 VARIABLES = (
     "FLASHSCI_BACKEND",
@@ -105,7 +107,7 @@ def torch() -> list[Part]:
         Part(
             "torch",
             f"{found['version']} ({build})",
-            "flashsci needs torch >= 2.10" if old else None,
+            "flashsci needs torch >= 2.10" if old else newer("torch", found["version"]),
         )
     ]
     if found["gpus"]:
@@ -134,7 +136,7 @@ def triton() -> list[Part]:
     if not importlib.util.find_spec("triton"):
         return [Part("triton", "not installed", "pip install 'triton>=3.6' (Linux)")]
     version = _python("import json, triton; print(json.dumps(triton.__version__))")
-    return [Part("triton", version)]
+    return [Part("triton", version, newer("triton", version))]
 
 
 def compilers() -> list[Part]:

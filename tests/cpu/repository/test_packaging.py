@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from flashsci import versions
 from tools.packaging import __main__ as packaging
+from tools.packaging import versions as matrix
 from tools.packaging import wheel as wheels
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -168,3 +171,67 @@ def test_a_wheel_without_kernels_is_no_release(tmp_path):
     command = [sys.executable, "-m", "tools.packaging", "repair", path, "--output", tmp_path]
     done = subprocess.run([str(c) for c in command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "nothing to repair" in done.stderr
+
+
+def test_the_tested_versions_are_those_that_pages_name():
+    """The oldest torch of pyproject.toml is tested, and README, the release job and the list agree."""
+    releases = list(dict.fromkeys(".".join(map(str, versions.series(torch))) for torch, _ in versions.TESTED))
+    assert f'"torch>={releases[0]}"' in (ROOT / "pyproject.toml").read_text()
+    listed = ", ".join(f'"{release}"' for release in releases)
+    assert f"torch: [{listed}]" in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    newest = [".".join(map(str, versions.NEWEST[name])) for name in ("torch", "triton")]
+    oldest = ".".join(map(str, min(versions.series(triton) for _, triton in versions.TESTED)))
+    assert f"torch {releases[0]} to {newest[0]} and Triton {oldest} to {newest[1]}" in readme
+
+
+def test_the_files_of_version_sensitive_tests_exist():
+    assert set(matrix.QUICK) < set(matrix.SENSITIVE)
+    assert [path for path in matrix.SENSITIVE if not (ROOT / path).is_file()] == []
+
+
+def test_pairs_of_some_releases():
+    assert matrix.chosen([]) == list(versions.TESTED)
+    assert {torch for torch, _ in matrix.chosen(["2.14", "2.10"])} == {"2.10.0", "2.14.1"}
+    with pytest.raises(SystemExit, match=r"no pair of torch 1.0 is tested; there are 2.10"):
+        matrix.chosen(["1.0"])
+
+
+def test_the_outcome_of_a_run():
+    assert matrix.last_line("..\n=== 3 passed, 1 skipped in 2.50s (0:00:02) ===\n") == "3 passed, 1 skipped"
+    assert matrix.last_line("ERROR: no such file") == "no tests ran"
+
+
+def test_newer_releases_are_named_once(monkeypatch):
+    torch, triton = (".".join(map(str, versions.NEWEST[name])) for name in ("torch", "triton"))
+    assert versions.newer("torch", f"{torch}.7+cu130") is None and versions.newer("triton", "3.1.0") is None
+    monkeypatch.setitem(versions.NEWEST, "torch", (2, 9))
+    with pytest.warns(UserWarning, match=r"torch 2\.10\.0\+cpu is newer than flashsci is tested with \(to 2\.9\)"):
+        versions.warn_if_newer("torch", "2.10.0+cpu")
+    assert "newer than" in versions.newer("torch", "3.0.0a0+git1234")
+    assert versions.newer("triton", f"{triton}.1+rocm") is None
+
+
+def test_a_newer_torch_is_named_at_the_first_use():
+    program = (
+        "import warnings, flashsci.versions as v\n"
+        "v.NEWEST['torch'] = (2, 0)\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import flashsci\n"
+        "    flashsci.attention; flashsci.varlen_attention; flashsci.sdpa\n"
+        "print([str(w.message) for w in seen if 'flashsci' in str(w.message)])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.count("is newer than flashsci is tested with (to 2.0)") == 1
+
+
+def test_what_the_release_job_runs_is_here():
+    """Targets of the Makefile, modules of tools and files that .github/workflows/release.yml names."""
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    targets = set(re.findall(r"\bmake (?!sure)([a-z-]+)", text)) - {"dnf"}
+    makefile = (ROOT / "Makefile").read_text()
+    assert {"wheel", "versions"} <= targets
+    assert [t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)] == []
+    assert [p for p in re.findall(r"(?:tools|docs)/[\w/]+\.\w+", text) if not (ROOT / p).is_file()] == []
+    assert re.findall(r"-m (tools[\w.]+) (\w+)", text) == [("tools.packaging", "check")]
