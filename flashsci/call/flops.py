@@ -2,8 +2,9 @@
 counts SDPA's.
 
 A pair of query and key costs ``2 D`` for a product over the head dim and ``2 Dv`` for one over that of the values.
-Masks, causal and windows are ignored, which is torch's convention too. Packed and paged lengths are counted, by
-reading the offsets.
+Counted are the pairs inside the window; causal is one. torch's own formulas ignore causal, so they count up to twice as
+much. Masks are data: the pairs that they leave out are computed and counted. Packed and paged lengths are counted, by
+reading the offsets; ops of a ring of ranks count the pairs of this rank.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def formulas() -> dict[Any, Callable[..., int]]:
     """The formulas by op, for the backends that are loaded."""
     found: dict[Any, Callable[..., int]] = {}
     named = [(f"{b}_{what}", PRODUCTS[what]) for b in _BACKENDS for what in PRODUCTS]
+    named += [(f"triangle_{what}", PRODUCTS[what]) for what in ("forward", "backward")]
     named += [("triton_residual_forward", (1, 1)), ("triton_residual_backward", (3, 2))]
     named += [(f"{b}_fp8_attention", (1, 1)) for b in ("triton", "cuda", "reference")]
     for name, products in named:
@@ -53,6 +55,9 @@ def formulas() -> dict[Any, Callable[..., int]]:
         op = getattr(torch.ops.flashsci, f"{backend}_paged_attention", None)
         if op is not None:
             found[op] = _paged
+    for what in ("forward", "backward"):
+        if (op := getattr(torch.ops.flashsci, f"ring_{what}", None)) is not None:
+            found[op] = _ring(op, *PRODUCTS[what])
     return found
 
 
@@ -63,16 +68,38 @@ def _formula(op: Any, over_dim: int, over_values: int) -> Callable[..., int]:
         given = dict(zip(names, arguments, strict=False)) | named
         q, k, v = given["q"], given["k"], given["v"]
         first, second = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
+        window = given.get("window_left", -1), given.get("window_right", -1), given.get("lower_right", False)
         if first is None or second is None:
-            pairs = math.prod(q.shape[:-1]) * k.shape[-2]
+            pairs = math.prod(q.shape[:-2]) * pairs_of(q.shape[-2], k.shape[-2], *window)
         else:
             queries = _lengths(first, given["max_seqlen_q"])
             keys = _lengths(second, given["max_seqlen_k"])
-            pairs = q.shape[0] * sum(m * n for m, n in zip(queries, keys, strict=True))
+            pairs = q.shape[0] * sum(pairs_of(m, n, *window) for m, n in zip(queries, keys, strict=True))
         return int(2 * pairs * (over_dim * q.shape[-1] + over_values * v.shape[-1]))
 
     count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
     return count
+
+
+def pairs_of(rows: int, keys: int, left: int, right: int, lower_right: bool = False) -> int:
+    """Pairs of query and key inside a window, -1 for no limit."""
+    if left < 0 and right < 0:
+        return rows * keys
+    shift = keys - rows if lower_right else 0
+    # Row i sees the keys from i + shift - left to i + shift + right.
+    end = rows * keys if right < 0 else _clamped(shift + right + 1, rows, keys)
+    start = 0 if left < 0 else _clamped(shift - left, rows, keys)
+    return max(end - start, 0)
+
+
+def _clamped(first: int, rows: int, keys: int) -> int:
+    """The sum of ``min(max(first + i, 0), keys)`` over ``rows`` values of i."""
+
+    def below(x: int) -> int:  # of all values up to x
+        x = max(x, 0)
+        return x * (x - 1) // 2 if x <= keys else keys * (keys - 1) // 2 + keys * (x - keys)
+
+    return below(first + rows) - below(first)
 
 
 def _paged(
@@ -80,11 +107,30 @@ def _paged(
 ) -> int:  # fmt: skip
     longest = k_cache.shape[1] * table.shape[1]
     keys = [longest] * table.shape[0] if _hidden(seqused_k) else seqused_k.tolist()
-    pairs = q.shape[1] * sum(m * n for m, n in zip(_lengths(cu_seqlens_q, 1), keys, strict=True))
+    left, right = rest[_PAGED_WINDOW : _PAGED_WINDOW + 2]
+    lengths = zip(_lengths(cu_seqlens_q, 1), keys, strict=True)
+    pairs = q.shape[1] * sum(pairs_of(m, n, left, right, True) for m, n in lengths)
     return int(2 * pairs * (q.shape[-1] + v_cache.shape[-1]))
 
 
+_PAGED_WINDOW = 7  # the place of window_left after cu_seqlens_q: sink, two scales, out, and three options before it
 _paged._get_raw = True  # type: ignore[attr-defined]
+
+
+def _ring(op: Any, over_dim: int, over_values: int) -> Callable[..., int]:
+    names = [argument.name for argument in op.default._schema.arguments]
+
+    def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
+        from flashsci.distributed.call import from_text
+        from flashsci.distributed.collectives import group_named
+
+        given = dict(zip(names, arguments, strict=False)) | named
+        q, v, call = given["q"], given["v"], from_text(given["call"])
+        pairs = math.prod(q.shape[:-2]) * call.pairs(group_named(call.group).rank())
+        return int(2 * pairs * (over_dim * q.shape[-1] + over_values * v.shape[-1]))
+
+    count._get_raw = True  # type: ignore[attr-defined]
+    return count
 
 
 def _hidden(x: Tensor) -> bool:
