@@ -603,7 +603,7 @@ def inside_torchs_context_parallel(mesh: Any, causal: bool) -> float:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-    from flashsci.integrations.torch import library
+    from flashsci.integrations.torch import Replaced
 
     def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
@@ -614,7 +614,7 @@ def inside_torchs_context_parallel(mesh: Any, causal: bool) -> float:
     own = [fd.shard(x, mesh, layout=layout).contiguous() for x in (q, k, v, dout)]
     leaves = [x.requires_grad_() for x in own[:3]]
     idle = torch.zeros(2 * mesh.size())  # it wants something to cut
-    replaced, balanced = library("CPU"), theirs._cp_options.enable_load_balance
+    replaced, balanced = Replaced("CPU"), theirs._cp_options.enable_load_balance
     theirs._cp_options.enable_load_balance = causal  # which torch does for causal calls alone
     try:
         with (
@@ -625,7 +625,7 @@ def inside_torchs_context_parallel(mesh: Any, causal: bool) -> float:
             found = [out, *torch.autograd.grad(out, leaves, own[3])]
     finally:
         theirs._cp_options.enable_load_balance = balanced
-        replaced._destroy()
+        replaced.remove()
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     out = flashsci.attention(*whole, causal=causal)
     expected = [out, *torch.autograd.grad(out, whole, dout)]
