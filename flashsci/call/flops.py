@@ -20,6 +20,8 @@ from torch import Tensor
 #: Products over D and over Dv of each pass. The second order's are those that the formulas need, without repeated
 #: work of kernels.
 PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "double_backward": (7, 5)}
+#: Pairs that an op of a module above computes, by its name; that module adds them.
+PAIRS: dict[str, Callable[[dict[str, Any]], int]] = {}
 _BACKENDS = ("triton", "cuda", "reference_packed")
 
 
@@ -55,30 +57,38 @@ def formulas() -> dict[Any, Callable[..., int]]:
         op = getattr(torch.ops.flashsci, f"{backend}_paged_attention", None)
         if op is not None:
             found[op] = _paged
-    for what in ("forward", "backward"):
-        if (op := getattr(torch.ops.flashsci, f"ring_{what}", None)) is not None:
-            found[op] = _ring(op, *PRODUCTS[what])
+    for name, pairs in PAIRS.items():
+        op = getattr(torch.ops.flashsci, name)
+        found[op] = _formula(op, *PRODUCTS[name.rpartition("_")[2]], pairs)
     return found
 
 
-def _formula(op: Any, over_dim: int, over_values: int) -> Callable[..., int]:
+def _formula(
+    op: Any, over_dim: int, over_values: int, pairs: Callable[[dict[str, Any]], int] | None = None
+) -> Callable[..., int]:
+    """The formula of an op; ``pairs``: the number of pairs by the op's arguments, if shapes and windows do not tell it."""
     names = [argument.name for argument in op.default._schema.arguments]
 
     def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
         given = dict(zip(names, arguments, strict=False)) | named
-        q, k, v = given["q"], given["k"], given["v"]
-        first, second = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
-        window = given.get("window_left", -1), given.get("window_right", -1), given.get("lower_right", False)
-        if first is None or second is None:
-            pairs = math.prod(q.shape[:-2]) * pairs_of(q.shape[-2], k.shape[-2], *window)
-        else:
-            queries = _lengths(first, given["max_seqlen_q"])
-            keys = _lengths(second, given["max_seqlen_k"])
-            pairs = q.shape[0] * sum(pairs_of(m, n, *window) for m, n in zip(queries, keys, strict=True))
-        return int(2 * pairs * (over_dim * q.shape[-1] + over_values * v.shape[-1]))
+        products = over_dim * given["q"].shape[-1] + over_values * given["v"].shape[-1]
+        return int(2 * (pairs or _pairs)(given) * products)
 
     count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
     return count
+
+
+def _pairs(given: dict[str, Any]) -> int:
+    """The pairs of a dense or packed call, over all heads."""
+    q, k = given["q"], given["k"]
+    first, second = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
+    window = given.get("window_left", -1), given.get("window_right", -1), given.get("lower_right", False)
+    if first is None or second is None:
+        return math.prod(q.shape[:-2]) * pairs_of(q.shape[-2], k.shape[-2], *window)
+    queries = _lengths(first, given["max_seqlen_q"])
+    keys = _lengths(second, given["max_seqlen_k"])
+    heads: int = q.shape[0]
+    return heads * sum(pairs_of(m, n, *window) for m, n in zip(queries, keys, strict=True))
 
 
 def pairs_of(rows: int, keys: int, left: int, right: int, lower_right: bool = False) -> int:
@@ -115,22 +125,6 @@ def _paged(
 
 _PAGED_WINDOW = 7  # the place of window_left after cu_seqlens_q: sink, two scales, out, and three options before it
 _paged._get_raw = True  # type: ignore[attr-defined]
-
-
-def _ring(op: Any, over_dim: int, over_values: int) -> Callable[..., int]:
-    names = [argument.name for argument in op.default._schema.arguments]
-
-    def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
-        from flashsci.distributed.call import from_text
-        from flashsci.distributed.collectives import group_named
-
-        given = dict(zip(names, arguments, strict=False)) | named
-        q, v, call = given["q"], given["v"], from_text(given["call"])
-        pairs = math.prod(q.shape[:-2]) * call.pairs(group_named(call.group).rank())
-        return int(2 * pairs * (over_dim * q.shape[-1] + over_values * v.shape[-1]))
-
-    count._get_raw = True  # type: ignore[attr-defined]
-    return count
 
 
 def _hidden(x: Tensor) -> bool:
