@@ -19,12 +19,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashsci.limits import about_gpu, about_version
 from flashsci.versions import newer
 
 #: Environment variables that change what flashsci, Triton or CUDA do.
 VARIABLES = (
     "FLASHSCI_BACKEND",
     "FLASHSCI_FA3",
+    "FLASHSCI_FIRST_CHECK",
     "FA_ARCHS",
     "FA_TILE_PRESET",
     "TRITON_INTERPRET",
@@ -40,7 +42,7 @@ gpus = []
 if torch.cuda.is_available():
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        gpus.append(f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB")
+        gpus.append([f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB", [p.major, p.minor]])
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus}))
 """
 
@@ -111,7 +113,9 @@ def torch() -> list[Part]:
         )
     ]
     if found["gpus"]:
-        findings += [Part(f"GPU {i}", gpu) for i, gpu in enumerate(found["gpus"])]
+        findings += [Part(f"GPU {i}", gpu) for i, (gpu, _) in enumerate(found["gpus"])]
+        kinds = {tuple(capability): i for i, (_, capability) in enumerate(found["gpus"])}
+        findings += [Part(f"limit of GPU {i}", text) for c, i in kinds.items() for text in about_gpu(c)]
     elif not found["cuda"] and shutil.which("nvidia-smi"):
         findings.append(
             Part(
@@ -122,7 +126,7 @@ def torch() -> list[Part]:
         )
     else:
         findings.append(Part("GPU", "none that torch can use"))
-    return findings
+    return findings + [Part("limit of torch", text) for text in about_version("torch", found["version"])]
 
 
 def driver() -> list[Part]:
@@ -136,7 +140,8 @@ def triton() -> list[Part]:
     if not importlib.util.find_spec("triton"):
         return [Part("triton", "not installed", "pip install 'triton>=3.6' (Linux)")]
     version = _python("import json, triton; print(json.dumps(triton.__version__))")
-    return [Part("triton", version, newer("triton", version))]
+    limits = [Part("limit of triton", text) for text in about_version("triton", version)]
+    return [Part("triton", version, newer("triton", version)), *limits]
 
 
 def compilers() -> list[Part]:
