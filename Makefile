@@ -122,8 +122,8 @@ serving: $(SERVING)/.flashsci-installed $(SGLANG)/.flashsci-installed ## vLLM an
 	CUDA_VISIBLE_DEVICES= $(SGLANG)/bin/python -m pytest tests/serving
 
 # A compiler of torch traces our Python, and Triton compiles it: what they take differs between releases.
-versions: $(STATE)/.flashsci-tools ## the version-sensitive tests under every torch and Triton (VERSIONS="2.10 2.14": some), each in its own environment
-	$(PY) -m tools.packaging.versions $(VERSIONS)
+versions: $(STATE)/.flashsci-tools ## the version-sensitive tests under every torch and Triton (VERSIONS="2.10 2.14", QUICK=1: some of them), each in its own environment
+	$(PY) -m tools.packaging.versions $(if $(QUICK),--quick) $(VERSIONS)
 
 lint: install ## ruff, clang-format, torch includes
 	$(PY) -m ruff check .

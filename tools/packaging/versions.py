@@ -2,6 +2,7 @@
 
     python -m tools.packaging.versions                 every pair of flashsci/versions.py, one after the other
     python -m tools.packaging.versions 2.10 2.14       the pairs of these releases of torch
+    python -m tools.packaging.versions 2.14.1-3.8.0    one pair
     python -m tools.packaging.versions 2.14 --quick    a few hundred of the tests
     python -m tools.packaging.versions 2.14 --keep     leave the environment (5 to 8 GB) for the next time
 
@@ -71,12 +72,12 @@ class Row:
         return f"| {self.torch} | {self.triton} | {self.outcome} | {self.minutes:.1f} |"
 
 
-def chosen(releases: list[str]) -> list[tuple[str, str]]:
-    """The pairs of some releases of torch, or all of them."""
-    known = {".".join(map(str, series(torch))) for torch, _ in TESTED}
-    if unknown := sorted(set(releases) - known):
-        sys.exit(f"no pair of torch {', '.join(unknown)} is tested; there are {', '.join(sorted(known))}")
-    return [pair for pair in TESTED if not releases or ".".join(map(str, series(pair[0]))) in releases]
+def chosen(wanted: list[str]) -> list[tuple[str, str]]:
+    """The pairs of some releases of torch ("2.14"), and single ones ("2.14.1-3.8.0"); all of them if none is named."""
+    names = {pair: {".".join(map(str, series(pair[0]))), "-".join(pair)} for pair in TESTED}
+    if unknown := sorted(set(wanted) - set().union(*names.values())):
+        sys.exit(f"no pair {', '.join(unknown)} is tested; there are {', '.join(sorted(set().union(*names.values())))}")
+    return [pair for pair in TESTED if not wanted or names[pair] & set(wanted)]
 
 
 def pip(python: Path, *words: str) -> None:
@@ -131,7 +132,7 @@ def run(torch: str, triton: str, given: argparse.Namespace) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.packaging.versions", description=__doc__.splitlines()[0])
-    parser.add_argument("releases", nargs="*", help="of torch, such as 2.14")
+    parser.add_argument("releases", nargs="*", help="of torch, such as 2.14; or a pair: 2.14.1-3.8.0")
     parser.add_argument("--quick", action="store_true", help="a few hundred of the tests")
     parser.add_argument("--keep", action="store_true", help="leave the environments")
     given = parser.parse_args()

@@ -193,8 +193,15 @@ def test_the_files_of_version_sensitive_tests_exist():
 def test_pairs_of_some_releases():
     assert matrix.chosen([]) == list(versions.TESTED)
     assert {torch for torch, _ in matrix.chosen(["2.14", "2.10"])} == {"2.10.0", "2.14.1"}
-    with pytest.raises(SystemExit, match=r"no pair of torch 1.0 is tested; there are 2.10"):
+    assert matrix.chosen(["2.14.1-3.8.0"]) == [("2.14.1", "3.8.0")]
+    with pytest.raises(SystemExit, match=r"no pair 1.0 is tested; there are 2.10, 2.10.0-3.6.0, "):
         matrix.chosen(["1.0"])
+
+
+def test_ci_runs_the_newest_torch():
+    (pair,) = re.findall(r"make versions QUICK=1 VERSIONS=(\S+)", (ROOT / ".ci" / "run").read_text())
+    ((torch, _),) = matrix.chosen([pair])
+    assert versions.series(torch) == versions.NEWEST["torch"]
 
 
 def test_the_outcome_of_a_run():
