@@ -438,6 +438,21 @@ def whole_sequences(mesh: Any, case: str) -> tuple[float, int]:
     return max((a.full_tensor() - b).abs().max().item() for a, b in pairs), counts[1]
 
 
+def compiled_shards(mesh: Any) -> bool:
+    """Whether a call on DTensors split by heads compiles into one graph, with the results and gradients of the call."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    random = torch.Generator().manual_seed(0)
+    q, bias = torch.randn(2, 4, 9, 8, generator=random), torch.randn(9, 9, generator=random)
+    given = [distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in ((q, Shard(1)), (bias, Replicate()))]
+    call = lambda q, bias: flashsci.attention(q, q, q, bias=bias, causal=True)  # noqa: E731
+    found = []
+    for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        out = function(*given)
+        found.append([x.full_tensor() for x in (out, *torch.autograd.grad(out.square().sum(), given))])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def counted_flops(mesh: Any, strategy: str) -> tuple[int, int]:
     """FLOPs of the forward and of the backward of a causal call on this rank."""
     from torch.utils.flop_counter import FlopCounterMode

@@ -24,6 +24,7 @@ from tests.support.distributed_calls import (
     asked_of,
     call_by_groups,
     compiled,
+    compiled_shards,
     compiled_triangle,
     compiled_with_pairs,
     counted_flops,
@@ -206,6 +207,11 @@ def test_the_ring_counts_the_flops_of_its_rank(ranks):
     assert sum(forward for forward, _ in found) == 2 * pairs * 2 * 8
     assert sum(backward for _, backward in found) == 2 * pairs * 5 * 8
     assert found[0][0] < found[1][0]
+
+
+@pytest.mark.slow
+def test_dtensors_compile_in_one_graph(ranks):
+    assert all(ranks.run(compiled_shards, 2))
 
 
 def test_tensor_parallel_layer(ranks):
