@@ -126,7 +126,9 @@ def torch() -> list[Part]:
         )
     else:
         findings.append(Part("GPU", "none that torch can use"))
-    return findings + [Part("limit of torch", text) for text in about_version("torch", found["version"])]
+    return findings + [
+        Part("limit of torch", text) for text in about_version("torch", found["version"], bool(found["gpus"]))
+    ]
 
 
 def driver() -> list[Part]:
@@ -140,7 +142,8 @@ def triton() -> list[Part]:
     if not importlib.util.find_spec("triton"):
         return [Part("triton", "not installed", "pip install 'triton>=3.6' (Linux)")]
     version = _python("import json, triton; print(json.dumps(triton.__version__))")
-    limits = [Part("limit of triton", text) for text in about_version("triton", version)]
+    gpu = shutil.which("nvidia-smi") is not None
+    limits = [Part("limit of triton", text) for text in about_version("triton", version, gpu)]
     return [Part("triton", version, newer("triton", version)), *limits]
 
 

@@ -30,6 +30,7 @@ class Fault(NamedTuple):
     package: str
     versions: str  # in which it was seen
     before: Pair | None  # releases from this one on are without it; None: not known
+    gpu: bool  # whether it concerns machines with a GPU alone
     text: str
     link: str = ""
 
@@ -104,12 +105,14 @@ FAULTS = (
         "torch",
         "2.10",
         (2, 11),
+        True,
         "`activate_flash_attention_impl` activates a name once in a process. `handle.activate()` does it again.",
     ),
     Fault(
         "torch",
         "2.13",
         None,
+        False,
         "The kernel of `scaled_dot_product_attention` for CPUs masks before it scales: a scale of 0 or less gives NaN under a "
         "mask. The `sdpa` backend gives it the mask as numbers.",
     ),
@@ -117,6 +120,7 @@ FAULTS = (
         "torch",
         "2.13",
         None,
+        False,
         "Inductor's code for products of 64-bit integers gives other numbers on CPUs. The mask of dropout is an op of its own "
         "in compiled programs.",
     ),
@@ -124,6 +128,7 @@ FAULTS = (
         "torch",
         "2.11",
         None,
+        True,
         "cuDNN's backward gives NaN for some masked shapes. The `sdpa` backend leaves cuDNN out where a call has a mask or a bias.",
         "https://github.com/pytorch/pytorch/issues/196678",
     ),
@@ -131,6 +136,7 @@ FAULTS = (
         "torch",
         "2.13",
         None,
+        False,
         "A thread of gloo may end a process with an abort after a collective. flashsci waits for its own collectives at the "
         "end of a process.",
         "https://github.com/pytorch/pytorch/pull/179291",
@@ -139,6 +145,7 @@ FAULTS = (
         "triton",
         "3.6",
         None,
+        True,
         "A mask, dropout and TF32 products together are compiled into wrong code for head dims above 128 on sm_90. flashsci uses "
         "IEEE products there.",
     ),
@@ -146,6 +153,7 @@ FAULTS = (
         "triton",
         "3.6",
         None,
+        True,
         "Its ptxas (12.8) loses the address of an operand in shared memory where tiles are not loaded ahead. flashsci chooses "
         "other tiles, and `check` searches the machine code for the fault.",
     ),
@@ -153,6 +161,7 @@ FAULTS = (
         "triton",
         "3.6",
         None,
+        True,
         "A tile that both kinds of tensor-core instructions read gets one buffer too few. flashsci takes one stage there.",
     ),
 )
@@ -174,9 +183,10 @@ def about_gpu(capability: Pair) -> list[str]:
     return list(known.limits)
 
 
-def about_version(package: str, version: str) -> list[str]:
-    """The known faults of a release of torch or Triton, a line each."""
-    return [f.text for f in FAULTS if f.package == package and (f.before is None or series(version) < f.before)]
+def about_version(package: str, version: str, gpu: bool = True) -> list[str]:
+    """The known faults of a release of torch or Triton, a line each; ``gpu``: whether the machine has one."""
+    present = (f for f in FAULTS if f.package == package and (f.before is None or series(version) < f.before))
+    return [f.text for f in present if gpu or not f.gpu]
 
 
 def page() -> str:

@@ -162,12 +162,12 @@ def look(capability: tuple[int, int]) -> bool:
     or a transform would see it."""
     if os.environ.get(SWITCH) == "0":
         return True
-    if _observed():
-        return False
     every = range(torch.cuda.device_count())
     index = next((i for i in every if torch.cuda.get_device_capability(i) == capability), None)
-    if index is None:
+    if index is None:  # a decision about a GPU that is not here
         return True
+    if _observed():
+        return False
     with _lock, torch.cuda.device(index):
         name = torch.cuda.get_device_name(index)
         failures = remembered(key(name), lambda: run(capability, torch.device("cuda", index)))

@@ -132,6 +132,10 @@ def test_a_cache_that_cannot_be_written_is_named(ampere, monkeypatch, tmp_path):
     assert len(ampere.ran) == 1
 
 
+def test_a_gpu_that_is_not_here(ampere):
+    assert first_check.look(ADA) and ampere.ran == []
+
+
 def test_it_waits_for_a_call_that_nobody_observes(ampere):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

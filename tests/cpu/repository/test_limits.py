@@ -73,7 +73,9 @@ def test_gpus_that_nobody_knows():
 def test_faults_of_versions():
     assert any("activates a name once" in text for text in limits.about_version("torch", "2.10.0+cpu"))
     assert not any("activates a name once" in text for text in limits.about_version("torch", "2.11.0"))
-    assert limits.about_version("triton", "3.6.0")
+    assert limits.about_version("triton", "3.6.0") and not limits.about_version("triton", "3.6.0", gpu=False)
+    assert not any("cuDNN" in text for text in limits.about_version("torch", "2.13.0", gpu=False))
+    assert any("gloo" in text for text in limits.about_version("torch", "2.13.0", gpu=False))
     for fault in limits.FAULTS:
         assert fault.package in versions.NEWEST and fault.link.startswith(("", "https://github.com/"))
 
