@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import collections
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 # The library that holds a function before glibc 2.34; a function of no such family stays where it is.
@@ -76,6 +78,9 @@ def main() -> None:
     parser.add_argument("--newest", required=True, type=version)
     parser.add_argument("--output", required=True, type=Path)
     given = parser.parse_args()
+    if shutil.which("readelf") is None:
+        print("no readelf (binutils): the library asks for this machine's glibc, or a newer one", file=sys.stderr)
+        return
     ask = [given.compiler, "-print-file-name=libc.so.6"]
     libc = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
     if not libc.is_absolute():  # a compiler repeats the name of a file that it does not have: no glibc

@@ -92,6 +92,20 @@ def test_stubs_name_what_moved_and_nothing_else():
     assert module.stubs(module.versions(LISTING), (2, 34)) == {}, "a glibc that is old enough needs none"
 
 
+def test_without_readelf_nothing_is_linked(tmp_path):
+    command = [
+        sys.executable,
+        ROOT / "cmake" / "glibc_stubs.py",
+        "--compiler=g++",
+        "--newest=2.28",
+        f"--output={tmp_path}",
+    ]
+    done = subprocess.run(
+        [str(c) for c in command], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "" and "no readelf" in done.stderr
+
+
 PROGRAM = """
 #include <atomic>
 #include <dlfcn.h>
