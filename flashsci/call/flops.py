@@ -56,7 +56,7 @@ def formulas() -> dict[Any, Callable[..., int]]:
     for backend in ("triton", "cuda", "reference"):
         op = getattr(torch.ops.flashsci, f"{backend}_paged_attention", None)
         if op is not None:
-            found[op] = _paged
+            found[op] = _formula(op, 1, 1, _paged_pairs)
     for name, pairs in PAIRS.items():
         op = getattr(torch.ops.flashsci, name)
         found[op] = _formula(op, *PRODUCTS[name.rpartition("_")[2]], pairs)
@@ -71,7 +71,8 @@ def _formula(
 
     def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
         given = dict(zip(names, arguments, strict=False)) | named
-        products = over_dim * given["q"].shape[-1] + over_values * given["v"].shape[-1]
+        values = given["v"] if "v" in given else given["v_cache"]
+        products = over_dim * given["q"].shape[-1] + over_values * values.shape[-1]
         return int(2 * (pairs or _pairs)(given) * products)
 
     count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
@@ -112,19 +113,14 @@ def _clamped(first: int, rows: int, keys: int) -> int:
     return below(first + rows) - below(first)
 
 
-def _paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor, *rest: Any, out_val: Any = None
-) -> int:  # fmt: skip
-    longest = k_cache.shape[1] * table.shape[1]
-    keys = [longest] * table.shape[0] if _hidden(seqused_k) else seqused_k.tolist()
-    left, right = rest[_PAGED_WINDOW : _PAGED_WINDOW + 2]
-    lengths = zip(_lengths(cu_seqlens_q, 1), keys, strict=True)
-    pairs = q.shape[1] * sum(pairs_of(m, n, left, right, True) for m, n in lengths)
-    return int(2 * pairs * (q.shape[-1] + v_cache.shape[-1]))
-
-
-_PAGED_WINDOW = 7  # the place of window_left after cu_seqlens_q: sink, two scales, out, and three options before it
-_paged._get_raw = True  # type: ignore[attr-defined]
+def _paged_pairs(given: dict[str, Any]) -> int:
+    """The pairs of a paged call, over all heads."""
+    q, table, used = given["q"], given["block_table"], given["seqused_k"]
+    longest = given["k_cache"].shape[1] * table.shape[1]
+    keys = [longest] * table.shape[0] if _hidden(used) else used.tolist()
+    window = given["window_left"], given["window_right"], True
+    heads: int = q.shape[1]
+    return heads * sum(pairs_of(m, n, *window) for m, n in zip(_lengths(given["cu_seqlens_q"], 1), keys, strict=True))
 
 
 def _hidden(x: Tensor) -> bool:
