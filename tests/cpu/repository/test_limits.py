@@ -76,6 +76,8 @@ def test_faults_of_versions():
     assert limits.about_version("triton", "3.6.0") and not limits.about_version("triton", "3.6.0", gpu=False)
     assert not any("cuDNN" in text for text in limits.about_version("torch", "2.13.0", gpu=False))
     assert any("gloo" in text for text in limits.about_version("torch", "2.13.0", gpu=False))
+    assert any("registers in memory" in text for text in limits.about_version("triton", "3.9.0"))
+    assert not any("registers in memory" in text for text in limits.about_version("triton", "3.8.0"))
     for fault in limits.FAULTS:
         assert fault.package in versions.NEWEST and fault.link.startswith(("", "https://github.com/"))
 
