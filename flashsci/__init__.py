@@ -69,7 +69,17 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'flashsci' has no attribute {name!r}")
     for public, home in _HOME.items():
         globals()[public] = getattr(importlib.import_module(home), public)
+    _look_at_torch()
     return globals()[name]
+
+
+def _look_at_torch() -> None:
+    """Warn once of a torch that is newer than the tested ones."""
+    import torch
+
+    from flashsci.versions import warn_if_newer
+
+    warn_if_newer("torch", torch.__version__)
 
 
 def __dir__() -> list[str]:

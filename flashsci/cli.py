@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.table import Table
 
+from flashsci import limits
 from flashsci.call.problem import Problem
 from flashsci.choice.backends import BACKENDS
 from flashsci.console import run, wide_console
@@ -144,7 +145,7 @@ def backends(
     arch: Annotated[str, typer.Option(help="Ask about a GPU that need not be here: 75, 80, 90, ... or 'cpu'.")] = "",
     markdown: Annotated[bool, typer.Option(help="Print the table as Markdown.")] = False,
     write: Annotated[
-        bool, typer.Option(help="In a clone of the repository: rewrite docs/results/features.md.")
+        bool, typer.Option(help="In a clone: rewrite docs/results/features.md and docs/limits.md.")
     ] = False,
 ) -> None:
     """The coverage of each backend on this machine, with the reasons for gaps."""
@@ -154,8 +155,10 @@ def backends(
         page = ROOT / "docs" / "results" / "features.md"
         if not page.parent.is_dir():
             raise typer.BadParameter(f"--write needs a clone of the repository: there is no {page.parent}")
-        page.write_text(features_page(), encoding="utf-8")
-        print(f"wrote {page}")
+        limits_page = ROOT / "docs" / "limits.md"
+        for path, text in ((page, features_page()), (limits_page, limits.page())):
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path}")
         return
     if arch and arch != "cpu" and not (arch.isdigit() and len(arch) >= 2):
         raise typer.BadParameter(f"{arch!r} is neither 'cpu' nor a number such as 75, 80 or 90")

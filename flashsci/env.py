@@ -19,10 +19,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashsci.limits import about_gpu, about_version
+from flashsci.versions import newer
+
 #: Environment variables that change what flashsci, Triton or CUDA do.
 VARIABLES = (
     "FLASHSCI_BACKEND",
     "FLASHSCI_FA3",
+    "FLASHSCI_FIRST_CHECK",
     "FA_ARCHS",
     "FA_TILE_PRESET",
     "TRITON_INTERPRET",
@@ -38,7 +42,7 @@ gpus = []
 if torch.cuda.is_available():
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        gpus.append(f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB")
+        gpus.append([f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB", [p.major, p.minor]])
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus}))
 """
 
@@ -105,11 +109,13 @@ def torch() -> list[Part]:
         Part(
             "torch",
             f"{found['version']} ({build})",
-            "flashsci needs torch >= 2.10" if old else None,
+            "flashsci needs torch >= 2.10" if old else newer("torch", found["version"]),
         )
     ]
     if found["gpus"]:
-        findings += [Part(f"GPU {i}", gpu) for i, gpu in enumerate(found["gpus"])]
+        findings += [Part(f"GPU {i}", gpu) for i, (gpu, _) in enumerate(found["gpus"])]
+        kinds = {tuple(capability): i for i, (_, capability) in enumerate(found["gpus"])}
+        findings += [Part(f"limit of GPU {i}", text) for c, i in kinds.items() for text in about_gpu(c)]
     elif not found["cuda"] and shutil.which("nvidia-smi"):
         findings.append(
             Part(
@@ -120,7 +126,9 @@ def torch() -> list[Part]:
         )
     else:
         findings.append(Part("GPU", "none that torch can use"))
-    return findings
+    return findings + [
+        Part("limit of torch", text) for text in about_version("torch", found["version"], bool(found["gpus"]))
+    ]
 
 
 def driver() -> list[Part]:
@@ -134,7 +142,9 @@ def triton() -> list[Part]:
     if not importlib.util.find_spec("triton"):
         return [Part("triton", "not installed", "pip install 'triton>=3.6' (Linux)")]
     version = _python("import json, triton; print(json.dumps(triton.__version__))")
-    return [Part("triton", version)]
+    gpu = shutil.which("nvidia-smi") is not None
+    limits = [Part("limit of triton", text) for text in about_version("triton", version, gpu)]
+    return [Part("triton", version, newer("triton", version)), *limits]
 
 
 def compilers() -> list[Part]:

@@ -129,8 +129,7 @@ def attention(
         gradients.
 
     Raises:
-        TypeError: dtypes that do not fit (a bool bias: use ``mask``), options of another type, a DTensor (see
-            :func:`flashsci.distributed.attention`).
+        TypeError: dtypes that do not fit (a bool bias: use ``mask``), options of another type, DTensors with other tensors.
         ValueError: shapes, devices or options that do not fit; float8_e4m3fn tensors and scales that require grad, have a tangent
             or are mapped by ``torch.vmap``.
         BackendError: the backend asked for cannot serve the call; its message says which backends can.
@@ -138,6 +137,9 @@ def attention(
     Under autocast q, k and v are cast as SDPA casts them; the bias is never cast. Jagged nested tensors ``[B, H, j,
     D]`` are accepted as in SDPA, without bias or mask. Values outside the tensors never matter. NaN in k or v at
     masked positions is unspecified.
+
+    DTensors may be ``Shard`` of the batch or the heads, or ``Replicate``: each rank computes its part, and nothing is
+    moved. Results are placed as q is. For a sequence that is split there is :func:`flashsci.distributed.attention`.
 
     float8_e4m3fn q, k, v are for inference, with causal, window, align, scale, softcap and grouped heads; bias, mask,
     key_weight, alibi_slopes, sink and dropout are refused. Both products are of 8-bit floats, so P is rounded to 1
@@ -179,6 +181,17 @@ def attention(
         rows = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes)
         found = again(rows if sink is None else (*rows, sink))
         return found if return_lse else found[0]
+    if type(q).__name__ == "DTensor":
+        from flashsci.distributed.dtensor import on_shards
+
+        parts = dict(q=q, k=k, v=v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink)
+        return on_shards(
+            attention,
+            {name: x for name, x in parts.items() if x is not None},
+            dict(dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype),
+            causal=causal, window=window, align=align, scale=scale, softcap=softcap, return_lse=return_lse,
+            deterministic=deterministic, precision=precision, backend=backend,
+        )  # fmt: skip
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink)
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
         scaled = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink)

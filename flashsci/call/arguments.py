@@ -140,9 +140,9 @@ def check_type(name: str, x: Any, others: str = "") -> None:
         raise TypeError(f"{name} must be a torch.Tensor{others}, got {kind.__name__}")
     if kind.__name__ == "DTensor":
         raise TypeError(
-            f"{name} is a DTensor, of which each rank holds a part; flashsci.distributed.attention takes DTensors whose sequence is "
-            "split over ranks, and where batch or heads are split, call this on x.to_local() of each and wrap the result by "
-            "DTensor.from_local"
+            f"{name} is a DTensor, of which each rank holds a part; flashsci.attention takes DTensors for all of its tensors, "
+            "split by batch or heads, and flashsci.distributed.attention takes those that are split by sequence; elsewhere "
+            "call this on x.to_local() of each and wrap the result by DTensor.from_local"
         )
 
 

@@ -2,8 +2,9 @@
 counts SDPA's.
 
 A pair of query and key costs ``2 D`` for a product over the head dim and ``2 Dv`` for one over that of the values.
-Masks, causal and windows are ignored, which is torch's convention too. Packed and paged lengths are counted, by
-reading the offsets.
+Counted are the pairs inside the window; causal is one. torch's own formulas ignore causal, so they count up to twice as
+much. Masks are data: the pairs that they leave out are computed and counted. Packed and paged lengths are counted, by
+reading the offsets; ops of a ring of ranks count the pairs of this rank.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor
 #: Products over D and over Dv of each pass. The second order's are those that the formulas need, without repeated
 #: work of kernels.
 PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "double_backward": (7, 5)}
+#: Pairs that an op of a module above computes, by its name; that module adds them.
+PAIRS: dict[str, Callable[[dict[str, Any]], int]] = {}
 _BACKENDS = ("triton", "cuda", "reference_packed")
 
 
@@ -43,6 +46,7 @@ def formulas() -> dict[Any, Callable[..., int]]:
     """The formulas by op, for the backends that are loaded."""
     found: dict[Any, Callable[..., int]] = {}
     named = [(f"{b}_{what}", PRODUCTS[what]) for b in _BACKENDS for what in PRODUCTS]
+    named += [(f"triangle_{what}", PRODUCTS[what]) for what in ("forward", "backward")]
     named += [("triton_residual_forward", (1, 1)), ("triton_residual_backward", (3, 2))]
     named += [(f"{b}_fp8_attention", (1, 1)) for b in ("triton", "cuda", "reference")]
     for name, products in named:
@@ -52,39 +56,71 @@ def formulas() -> dict[Any, Callable[..., int]]:
     for backend in ("triton", "cuda", "reference"):
         op = getattr(torch.ops.flashsci, f"{backend}_paged_attention", None)
         if op is not None:
-            found[op] = _paged
+            found[op] = _formula(op, 1, 1, _paged_pairs)
+    for name, pairs in PAIRS.items():
+        op = getattr(torch.ops.flashsci, name)
+        found[op] = _formula(op, *PRODUCTS[name.rpartition("_")[2]], pairs)
     return found
 
 
-def _formula(op: Any, over_dim: int, over_values: int) -> Callable[..., int]:
+def _formula(
+    op: Any, over_dim: int, over_values: int, pairs: Callable[[dict[str, Any]], int] | None = None
+) -> Callable[..., int]:
+    """The formula of an op; ``pairs``: the number of pairs by the op's arguments, if shapes and windows do not tell it."""
     names = [argument.name for argument in op.default._schema.arguments]
 
     def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
         given = dict(zip(names, arguments, strict=False)) | named
-        q, k, v = given["q"], given["k"], given["v"]
-        first, second = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
-        if first is None or second is None:
-            pairs = math.prod(q.shape[:-1]) * k.shape[-2]
-        else:
-            queries = _lengths(first, given["max_seqlen_q"])
-            keys = _lengths(second, given["max_seqlen_k"])
-            pairs = q.shape[0] * sum(m * n for m, n in zip(queries, keys, strict=True))
-        return int(2 * pairs * (over_dim * q.shape[-1] + over_values * v.shape[-1]))
+        values = given["v"] if "v" in given else given["v_cache"]
+        products = over_dim * given["q"].shape[-1] + over_values * values.shape[-1]
+        return int(2 * (pairs or _pairs)(given) * products)
 
     count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
     return count
 
 
-def _paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor, *rest: Any, out_val: Any = None
-) -> int:  # fmt: skip
-    longest = k_cache.shape[1] * table.shape[1]
-    keys = [longest] * table.shape[0] if _hidden(seqused_k) else seqused_k.tolist()
-    pairs = q.shape[1] * sum(m * n for m, n in zip(_lengths(cu_seqlens_q, 1), keys, strict=True))
-    return int(2 * pairs * (q.shape[-1] + v_cache.shape[-1]))
+def _pairs(given: dict[str, Any]) -> int:
+    """The pairs of a dense or packed call, over all heads."""
+    q, k = given["q"], given["k"]
+    first, second = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
+    window = given.get("window_left", -1), given.get("window_right", -1), given.get("lower_right", False)
+    if first is None or second is None:
+        return math.prod(q.shape[:-2]) * pairs_of(q.shape[-2], k.shape[-2], *window)
+    queries = _lengths(first, given["max_seqlen_q"])
+    keys = _lengths(second, given["max_seqlen_k"])
+    heads: int = q.shape[0]
+    return heads * sum(pairs_of(m, n, *window) for m, n in zip(queries, keys, strict=True))
 
 
-_paged._get_raw = True  # type: ignore[attr-defined]
+def pairs_of(rows: int, keys: int, left: int, right: int, lower_right: bool = False) -> int:
+    """Pairs of query and key inside a window, -1 for no limit."""
+    if left < 0 and right < 0:
+        return rows * keys
+    shift = keys - rows if lower_right else 0
+    # Row i sees the keys from i + shift - left to i + shift + right.
+    end = rows * keys if right < 0 else _clamped(shift + right + 1, rows, keys)
+    start = 0 if left < 0 else _clamped(shift - left, rows, keys)
+    return max(end - start, 0)
+
+
+def _clamped(first: int, rows: int, keys: int) -> int:
+    """The sum of ``min(max(first + i, 0), keys)`` over ``rows`` values of i."""
+
+    def below(x: int) -> int:  # of all values up to x
+        x = max(x, 0)
+        return x * (x - 1) // 2 if x <= keys else keys * (keys - 1) // 2 + keys * (x - keys)
+
+    return below(first + rows) - below(first)
+
+
+def _paged_pairs(given: dict[str, Any]) -> int:
+    """The pairs of a paged call, over all heads."""
+    q, table, used = given["q"], given["block_table"], given["seqused_k"]
+    longest = given["k_cache"].shape[1] * table.shape[1]
+    keys = [longest] * table.shape[0] if _hidden(used) else used.tolist()
+    window = given["window_left"], given["window_right"], True
+    heads: int = q.shape[1]
+    return heads * sum(pairs_of(m, n, *window) for m, n in zip(_lengths(given["cu_seqlens_q"], 1), keys, strict=True))
 
 
 def _hidden(x: Tensor) -> bool:

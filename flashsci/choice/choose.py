@@ -17,6 +17,7 @@ from flashsci.call.residual_ops import MAX_HEAD_DIM
 from flashsci.choice import backends
 from flashsci.choice.backends import (
     ATTENTION,
+    FORWARD_OF_CUDA,
     PAGED,
     RECORDED,
     RESIDUAL,
@@ -28,9 +29,11 @@ from flashsci.choice.candidates import candidates, rejects, rule_of
 from flashsci.choice.explanation import explain, refusal
 from flashsci.choice.gradients import Choice, by_rules, named
 from flashsci.errors import BackendError
+from flashsci.limits import CHECKED
 
 _warned: set[str] = set()
 _warning = threading.Lock()  # one warning per reason, from any number of threads
+_examined: set[tuple[int, int] | None] = {None, *CHECKED}
 _choices: dict[tuple[Problem, str, bool], Choice] = {}
 
 
@@ -141,7 +144,21 @@ def decide(kind: str, call: tuple[Any, ...], backend: str) -> Choice:
     else:
         choice = choose(problem, asked, strict)
     backends.load(choice.forward, kind)
+    if choice.forward in FORWARD_OF_CUDA and problem.capability not in _examined:
+        _examine(problem)
     return choice
+
+
+def _examine(problem: Problem) -> None:
+    """Check a GPU on which no kernel of the library has run."""
+    assert problem.capability is not None
+    if problem.device_type != "cuda" or problem.capability in _examined:
+        return
+    _examined.add(problem.capability)  # first, so that other threads do not wait
+    from flashsci.choice.first_check import look
+
+    if not look(problem.capability):
+        _examined.discard(problem.capability)
 
 
 @constant

@@ -54,7 +54,7 @@ def attention(
         mesh: DeviceMesh of one dim, over which the sequence is split (``mesh["cp"]`` of a larger one). With one rank
             this is the plain call, bit for bit. Not needed if the tensors are DTensors: then it is the one mesh dim
             on which q, k, v are ``Shard`` of the sequence (on others they may be ``Shard`` of a leading dim), and
-            results are DTensors too.
+            results are DTensors too. Where none is, this is :func:`flashsci.attention` on DTensors.
         bias: split by rows, broadcastable to ``[..., Hq, Sq of this rank, whole Sk]``: its gradient is that of these
             rows. Or with one row (or no dim of rows), the same on every rank: its gradient is summed over the ranks,
             and every rank has the sum. Keys are in the order of the whole sequence, in every layout.
@@ -103,6 +103,12 @@ def attention(
     tensors: tuple[Any, ...]
     wrap: Callable[[Tensor], Tensor]
     known = None
+    if dtensor.is_dtensor(q) and not dtensor.splits_sequence(q):
+        plan.check_choices(layout, strategy)
+        return flashsci.attention(
+            q, k, v, bias=bias, key_weight=key_weight, mask=mask, causal=causal, window=window, align=align, scale=scale,
+            softcap=softcap, return_lse=return_lse, deterministic=deterministic, precision=precision, backend=backend,
+        )  # fmt: skip
     if dtensor.is_dtensor(q):
         tensors, group, wrap = dtensor.unwrapped((q, k, v, bias, key_weight, mask))
         known = (q.shape[-2], k.shape[-2])

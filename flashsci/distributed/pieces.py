@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flashsci.call.flops import pairs_of
 from flashsci.distributed.layout import Interval
 
 
@@ -39,9 +40,9 @@ class Piece(NamedTuple):
         """Query-key pairs that it computes."""
         if self.offsets is None:
             (a, b), (c, d) = self.rows, self.keys
-            return _pairs(b - a, d - c, self.left, self.right)
+            return pairs_of(b - a, d - c, self.left, self.right)
         sequences = zip(*(itertools.pairwise(x) for x in self.offsets), strict=True)
-        return sum(_pairs(b - a, d - c, self.left, self.right) for (a, b), (c, d) in sequences)
+        return sum(pairs_of(b - a, d - c, self.left, self.right) for (a, b), (c, d) in sequences)
 
 
 def pieces(queries: Sequence[Interval], keys: Sequence[Interval], band: Band) -> list[Piece]:
@@ -162,19 +163,3 @@ def _together(whole: list[tuple[Interval, Interval]], band: Band, places: tuple[
     of_k = (0, *(keys[1] - c for _, keys in whole))
     rows, keys = ((x + place, x + n[-1] + place) for x, n, place in zip((a, c), (of_q, of_k), places, strict=True))
     return Piece(rows, keys, (c, c + of_k[-1]), band.left, band.right, (of_q, of_k))
-
-
-def _pairs(n: int, m: int, left: int, right: int) -> int:
-    """Entries of [n, m] with ``-left <= j - i <= right``."""
-    total = n * m
-    if right >= 0:
-        total -= _triangle(n, m - right - 1)
-    if left >= 0:
-        total -= _triangle(m, n - left - 1)
-    return total
-
-
-def _triangle(n: int, longest: int) -> int:
-    """longest + (longest - 1) + ... with n terms, without those that are not positive."""
-    terms = max(0, min(n, longest))
-    return terms * longest - terms * (terms - 1) // 2

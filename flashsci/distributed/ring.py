@@ -16,12 +16,14 @@ derivatives.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashsci.call import flops
 from flashsci.call.op_checks import implement, on_one_device
 from flashsci.call.ops import (
     Tensors,
@@ -363,3 +365,12 @@ def _fake_backward(dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *ot
 
 torch.library.register_fake("flashsci::ring_forward", on_one_device(_fake_forward), lib=LIBRARY)
 torch.library.register_fake("flashsci::ring_backward", on_one_device(_fake_backward), lib=LIBRARY)
+
+
+def _pairs(given: dict[str, Any]) -> int:
+    """The pairs that this rank computes, for a counter of FLOPs."""
+    q, call = given["q"], from_text(given["call"])
+    return math.prod(q.shape[:-2]) * call.pairs(group_named(call.group).rank())
+
+
+flops.PAIRS |= {"ring_forward": _pairs, "ring_backward": _pairs}

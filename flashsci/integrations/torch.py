@@ -1,10 +1,10 @@
 """torch's registry of flash attention: ``activate_flash_attention_impl("flashsci")``.
 
 torch first chooses a kernel for ``scaled_dot_product_attention``. For flash (fp16 and bf16 on CUDA, no mask, head
-dims to 256, padded to a multiple of 8) it calls operators of its own. These are replaced here; ``varlen_attn`` and
-context parallelism call the same ones. Diagonals start lower right, as in the kernels that torch ships (it sends no
-causal call with Sq != Sk here, but others may). An operator runs below autograd and autocast, which torch has done by
-then.
+dims to 256, padded to a multiple of 8) it calls operators of its own. These are replaced here; context parallelism
+calls the same ones. ``varlen_attn`` has operators above them, which choose cuDNN for some calls since torch 2.14; those
+are replaced, too. Diagonals start lower right, as in the kernels that torch ships (it sends no causal call with
+Sq != Sk here, but others may). An operator runs below autograd and autocast, which torch has done by then.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from flashsci.choice import backends
 
 NAME = "flashsci"
 KERNELS: dict[str, Callable[..., Any]] = {}  # operators of aten by name
+VARLEN_KERNELS: dict[str, Callable[..., Any]] = {}  # operators of torch_attn, those of torch.nn.attention.varlen
 
 
 class Handle:
     """flashsci's place among torch's flash attention kernels."""
 
     def __init__(self) -> None:
-        self._library: torch.library.Library | None = None
+        self._library: Replaced | None = None
 
     def activate(self) -> Handle:
         """Replace the operators. torch calls it on activation (2.10 only on the first one of a process)."""
         if self._library is None:
-            self._library = library("CUDA")
+            self._library = Replaced("CUDA")
         return self
 
     def remove(self) -> None:
         """Restore torch's own kernels. ``restore_flash_attention_impl`` (torch 2.11 and newer) does it through
         this."""
         if self._library is not None:
-            self._library._destroy()
+            self._library.remove()
             self._library = None
 
 
@@ -69,33 +70,57 @@ def register() -> Handle:
         >>> activate_flash_attention_impl("flashsci")  # doctest: +SKIP
         >>> handle.remove()
 
-    Source: torch.nn.attention, torch 2.10 to 2.13.
+    Source: torch.nn.attention, torch 2.10 to 2.14.
     """
     enter = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if enter is None:
         raise RuntimeError(
-            f"torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl (2.10 to 2.13 have); "
+            f"torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl (2.10 to 2.14 have); "
             "call flashsci.sdpa in the place of scaled_dot_product_attention"
         )
     enter(NAME, register_fn=_handle.activate)
     return _handle
 
 
-def library(dispatch_key: str) -> torch.library.Library:
-    """The operators, replaced for one dispatch key until the result is deleted."""
-    replaced = torch.library.Library("aten", "IMPL", dispatch_key)
-    for name, kernel in KERNELS.items():
-        if hasattr(torch.ops.aten, name):  # the in-place one came with torch 2.12
-            replaced.impl(name, kernel, dispatch_key)
-    return replaced
+class Replaced:
+    """Operators of torch whose kernels of one dispatch key are flashsci's."""
+
+    def __init__(self, dispatch_key: str) -> None:
+        import torch.nn.attention.varlen  # defines the operators of torch_attn
+
+        self._libraries = []
+        for namespace, kernels in (("aten", KERNELS), ("torch_attn", VARLEN_KERNELS)):
+            ops = getattr(torch.ops, namespace)
+            replaced = torch.library.Library(namespace, "IMPL", dispatch_key)
+            for name, kernel in kernels.items():
+                if hasattr(ops, name):  # the in-place ones came with torch 2.12
+                    replaced.impl(name, _by_name(getattr(ops, name), kernel), dispatch_key)
+            self._libraries.append(replaced)
+
+    def remove(self) -> None:
+        """Restore torch's kernels."""
+        for replaced in self._libraries:
+            replaced._destroy()
+        self._libraries = []
 
 
-def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+def _by_name(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, called with each argument under the name that this torch's schema gives it."""
+    names = [argument.name for argument in op.default._schema.arguments]
+
+    @functools.wraps(kernel)
+    def named(*arguments: Any, **options: Any) -> Any:
+        return kernel(**dict(zip(names, arguments, strict=False)), **options)
+
+    return named
+
+
+def _operator(function: Callable[..., Any], kernels: dict[str, Callable[..., Any]] = KERNELS) -> Callable[..., Any]:
     """Enter a function among the kernels, under its name; it records no graph and casts nothing."""
 
     @functools.wraps(function)
     def kernel(*arguments: Any, **options: Any) -> Any:
-        device = arguments[0].device.type
+        device = (arguments[0] if arguments else options["query"]).device.type
         casts = torch.is_autocast_enabled(device)
         # Backends without an lse cannot compute this call; sdpa, which may have called this operator, is one of them.
         without_lse = backends.requested("auto")[0] in ("sdpa", "eager")
@@ -104,8 +129,11 @@ def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad(), exact, ours:
             return function(*arguments, **options)
 
-    KERNELS[function.__name__] = kernel
+    kernels[function.__name__] = kernel
     return kernel
+
+
+_varlen_operator = functools.partial(_operator, kernels=VARLEN_KERNELS)
 
 
 def _supported(**arguments: Any) -> None:
@@ -338,3 +366,54 @@ def _packed(cum_seq_k: Tensor | None) -> None:
             "flashsci as torch's flash attention: packed queries need cum_seq_k, the offsets of the keys (without "
             "them keys are pages, which are not supported)"
         )
+
+
+@_varlen_operator
+def _varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Packed ``[T, H, D]``. torch compares the numbers of heads before the call."""
+    left, right = window_size or (-1, -1)
+    out, lse, *_ = _flash_attention_forward(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, is_causal, False, scale=scale, window_size_left=left,
+        window_size_right=right, seqused_k=seqused_k, block_table=block_table, num_splits=num_splits,
+    )  # fmt: skip
+    return out, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
+
+
+@_varlen_operator
+def _varlen_attn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: Tensor,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+) -> tuple[Tensor, ...]:
+    left, right = window_size or (-1, -1)
+    found: tuple[Tensor, ...] = _flash_attention_backward(
+        grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, is_causal, rng_state, rng_state,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return found

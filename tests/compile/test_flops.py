@@ -1,13 +1,17 @@
-"""FlopCounterMode over every kind of call: what torch counts of SDPA on equal shapes."""
+"""FlopCounterMode over every kind of call: torch's count of SDPA on equal shapes, and pairs inside windows alone."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import flashsci
+from flashsci.call.flops import formulas, pairs_of
 from tests.support.everywhere import BACKENDS, DEVICE
+from tests.support.raw_op_calls import all_ops
 
 pytestmark = pytest.mark.usefixtures("loaded")
 FUSED = [b for b in BACKENDS if b not in ("reference", "sdpa")]
@@ -82,3 +86,76 @@ def test_the_second_order_is_counted():
         force.float().square().sum().backward()
     pairs = 2 * 8 * 8
     assert counter.get_total_flops() - first == 2 * pairs * 12 * 16 + 2 * pairs * 5 * 16
+
+
+def seen(rows, keys, left, right, lower_right):
+    """A bool mask of the pairs inside a window."""
+    i, j = torch.arange(rows)[:, None], torch.arange(keys)
+    offset = j - i - (keys - rows if lower_right else 0)
+    return ((left < 0) | (offset >= -left)) & ((right < 0) | (offset <= right))
+
+
+def test_pairs_of_windows():
+    for rows, keys, left, right, lower in itertools.product(
+        (0, 1, 3, 8), (0, 1, 5, 9), (-1, 0, 2, 20), (-1, 0, 3), (False, True)
+    ):
+        due = int(seen(rows, keys, left, right, lower).sum())
+        assert pairs_of(rows, keys, left, right, lower) == due, (rows, keys, left, right, lower)
+
+
+WINDOWS = [dict(causal=True), dict(window=(3, 2)), dict(window=(4, 0), align="lower_right"), dict(window=(-1, 1))]
+
+
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+@pytest.mark.parametrize("backend", FUSED)
+def test_dense_calls_count_the_pairs_inside_windows(backend, options):
+    q, k, v = draw(2, 4, 8, 16), draw(2, 2, 12, 16), draw(2, 2, 12, 32)
+    left, right = options.get("window", (-1, 0))
+    pairs = 2 * 4 * int(seen(8, 12, left, right, options.get("align") == "lower_right").sum())
+    found = counted(lambda *x: flashsci.attention(*x, backend=backend, **options), q, k, v)
+    assert found == (2 * pairs * (16 + 32), 2 * pairs * (3 * 16 + 2 * 32))
+
+
+@pytest.mark.parametrize("backend", ["reference", *FUSED])
+def test_packed_calls_count_the_pairs_inside_windows(backend):
+    q, k, v = draw(7, 4, 16), draw(9, 2, 16), draw(9, 2, 16)
+    of_q, of_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 3, 7], [0, 4, 9]))
+    pairs = 4 * int(seen(3, 4, 2, 0, True).sum() + seen(4, 5, 2, 0, True).sum())
+    call = lambda *x: flashsci.varlen_attention(  # noqa: E731
+        *x, of_q, of_k, window=(2, 0), align="lower_right", backend=backend
+    )
+    assert counted(call, q, k, v)[0] == 2 * pairs * 2 * 16
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_paged_calls_count_the_pairs_inside_windows(backend):
+    q, cache = draw(5, 4, 16, grad=False), draw(3, 8, 2, 16, grad=False)
+    table = torch.tensor([[0, 1], [2, 0]], dtype=torch.int32, device=DEVICE)
+    used = torch.tensor([9, 5], dtype=torch.int32, device=DEVICE)
+    offsets = torch.tensor([0, 3, 5], dtype=torch.int32, device=DEVICE)
+    given = dict(block_table=table, seqused_k=used, cu_seqlens_q=offsets, max_seqlen_q=3, window=(4, 0))
+    pairs = 4 * int(seen(3, 9, 4, 0, True).sum() + seen(2, 5, 4, 0, True).sum())
+    call = lambda: flashsci.paged_attention(q, cache, cache, backend=backend, **given)  # noqa: E731
+    assert counted(call)[0] == 2 * pairs * 2 * 16
+
+
+def test_masks_are_counted_in_full():
+    q, k, v = draw(1, 2, 8, 16), draw(1, 2, 12, 16), draw(1, 2, 12, 16)
+    mask = torch.zeros(8, 12, dtype=torch.bool, device=DEVICE)
+    mask[:, :3] = True
+    found = counted(lambda *x: flashsci.attention(*x, mask=mask, backend="triton"), q, k, v)
+    assert found[0] == 2 * 2 * 8 * 12 * 2 * 16
+
+
+def test_every_op_that_multiplies_has_a_formula():
+    """An op that is added shows. Without one are ops that no product is in, ops composed of counted ones, and those of the
+    library that run below a counted op, where no mode sees them."""
+    all_ops()  # defines and loads them
+    without = {"build_info", "sees_torch_cuda", "keep_mask", "refuse", "draw_seed"}
+    ends = ("_kernels", "_write_kv_cache")
+    below = {"cuda_fp8_forward", "cuda_prepared_forward", "cuda_prepared_backward"}
+    names = {n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith("flashsci::")}
+    names = {n.partition(".")[0] for n in names if not n.startswith(("flashsci::opaque", "opaque_", "recorded_"))}
+    known = {op._qualified_op_name.partition("::")[2] for op in formulas()}
+    assert {n for n in names - without - below - known if not n.endswith(ends)} == set()
+    assert {"triton_forward", "ring_backward", "triangle_forward"} <= known

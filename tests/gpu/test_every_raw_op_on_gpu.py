@@ -11,7 +11,7 @@ import torch
 
 from flashsci.choice import backends
 from tests.support.raw_op_calls import CALLS, COMPOSED, Right, all_ops
-from tests.support.raw_op_judge import judge, wrong_calls
+from tests.support.raw_op_judge import judge, opcheck, wrong_calls
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -52,6 +52,12 @@ def test_memory(right: Right):
         if wrong.contents and wrong.what not in ("full of -1", "backwards"):
             found += [f"{wrong.argument}, {wrong.what}: {x}" for x in judge(right, wrong, DEVICE)]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("right", HERE, ids=str)
+def test_torchs_own_check(right: Right):
+    require(right)
+    assert opcheck(right, DEVICE) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("right", HERE, ids=str)

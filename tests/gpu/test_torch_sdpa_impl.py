@@ -102,6 +102,20 @@ def test_the_kernels_are_ours_until_torchs_are_restored(active):
     assert any("flashsci" in name for name in kernels_of(step))
 
 
+def test_varlen_attn_runs_our_kernels_where_torch_prefers_cudnn(active):
+    """Packed calls without a window, which torch 2.14 sends to cuDNN on Hopper; forward and backward."""
+    q, k, v = (normal(700, 4, 64).requires_grad_() for _ in range(3))
+    offsets = torch.tensor([0, 300, 700], dtype=torch.int32, device="cuda")
+
+    def step():
+        varlen_attn(q, k, v, offsets, offsets, 400, 400).sum().backward()
+
+    step()
+    names = kernels_of(step)
+    assert any("flashsci" in name for name in names)
+    assert not any("cudnn" in name.lower() or "pytorch_flash" in name for name in names)
+
+
 LAYOUTS = {
     "bhsd": lambda: normal(2, 4, 300, 64),
     "bshd": lambda: normal(2, 300, 4, 64).transpose(1, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -388,6 +389,142 @@ def alone(mesh: Any) -> None:
         raise AssertionError(f"{wrong} is accepted")
 
 
+def whole_sequences(mesh: Any, case: str) -> tuple[float, int]:
+    """DTensors split by batch and heads, through flashsci.attention, on a mesh of two dims: the largest difference from the
+    plain call, of results and gradients, and the number of messages of the forward."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    random = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(shape, generator=random, dtype=torch.float64)  # noqa: E731
+    batch_heads, none = [Shard(0), Shard(1)], [Replicate(), Replicate()]
+    of_q, of_k, heads_k = batch_heads, batch_heads, {"grouped": 2, "one head": 1}.get(case, 4)
+    if case == "one head":
+        of_k = [Shard(0), Replicate()]
+    if case == "replicated":
+        of_q = of_k = none
+    if case == "heads over both":
+        of_q = of_k = [Shard(1), Shard(1)]
+    kinds: dict[str, dict[str, tuple[Tensor, Any]]] = {
+        "bias": {"bias": (normal(2, 4, 9, 9), batch_heads)},
+        "bias of heads": {"bias": (normal(4, 9, 9), [Replicate(), Shard(0)])},
+        "bias of all": {"bias": (normal(1, 1, 9, 9), none), "mask": (normal(2, 1, 9, 9) > -1, [Shard(0), Replicate()])},
+        "weights": {"key_weight": (normal(2, 4, 9).exp(), batch_heads)},
+        "slopes": {
+            "alibi_slopes": (normal(4).exp(), [Replicate(), Shard(0)]),
+            "sink": (normal(4), [Replicate(), Shard(0)]),
+        },
+    }
+    others = kinds.get(case, {})
+    q, dout = normal(2, 4, 9, 8), normal(2, 4, 9, 8)
+    k, v = normal(2, heads_k, 9, 8), normal(2, heads_k, 9, 8)
+    learnt = [n for n in others if n != "mask"]
+    whole = [x.clone().requires_grad_() for x in (q, k, v, *(others[n][0] for n in learnt))]
+    placements = [of_q, of_k, of_k, *(others[n][1] for n in learnt)]
+    given = [distribute_tensor(x.detach(), mesh, p).requires_grad_() for x, p in zip(whole, placements, strict=True)]
+    results: list[list[Tensor]] = []
+    counts = []
+    for tensors, cut in ((whole, lambda x, p: x), (given, lambda x, p: distribute_tensor(x, mesh, p))):
+        named = dict(zip(learnt, tensors[3:], strict=True)) | {n: cut(*others[n]) for n in others if n == "mask"}
+        dlse = cut(dout[..., 0].contiguous(), of_q)
+        with CommDebugMode() as messages:
+            out, lse = flashsci.attention(*tensors[:3], causal=True, return_lse=True, **named)
+        counts.append(messages.get_total_counts())
+        results.append([out, lse, *torch.autograd.grad((out, lse), tensors, (cut(dout, of_q), dlse))])
+    expected, found = results
+    for x, like in zip(found, [given[0], given[0], *given], strict=True):
+        assert x.placements == like.placements
+    pairs = zip(found, expected, strict=True)
+    return max((a.full_tensor() - b).abs().max().item() for a, b in pairs), counts[1]
+
+
+def compiled_shards(mesh: Any) -> bool:
+    """Whether a call on DTensors split by heads compiles into one graph, with the results and gradients of the call."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    random = torch.Generator().manual_seed(0)
+    q, bias = torch.randn(2, 4, 9, 8, generator=random), torch.randn(9, 9, generator=random)
+    given = [distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in ((q, Shard(1)), (bias, Replicate()))]
+    call = lambda q, bias: flashsci.attention(q, q, q, bias=bias, causal=True)  # noqa: E731
+    found = []
+    for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        out = function(*given)
+        found.append([x.full_tensor() for x in (out, *torch.autograd.grad(out.square().sum(), given))])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def counted_flops(mesh: Any, strategy: str) -> tuple[int, int]:
+    """FLOPs of the forward and of the backward of a causal call on this rank."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 8, 8))
+    for _ in range(2):  # the first call loads the ops
+        with FlopCounterMode(display=False) as counter:
+            out = fd.attention(q, k, v, mesh=mesh, causal=True, strategy=strategy)
+            forward = counter.get_total_flops()
+            out.sum().backward()
+    return forward, counter.get_total_flops() - forward
+
+
+def tensor_parallel(mesh: Any) -> float:
+    """A layer of attention whose projections torch splits over ranks: the largest difference from the whole layer, of its result
+    and gradients."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+            self.out = torch.nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in self.qkv)
+            return self.out(flashsci.sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    layer = Layer().double()
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    split = copy.deepcopy(layer)
+    columns = ColwiseParallel(use_local_output=False)
+    parallelize_module(split, mesh, {"qkv.0": columns, "qkv.1": columns, "qkv.2": columns, "out": RowwiseParallel()})
+    expected, found = layer(x), split(x)
+    for y in (expected, found):
+        y.square().sum().backward()
+    worst = (found - expected).abs().max().item()
+    for a, b in zip(split.parameters(), layer.parameters(), strict=True):
+        worst = max(worst, (a.grad.full_tensor() - b.grad).abs().max().item())
+    return worst
+
+
+def refused_placements(mesh: Any) -> list[str]:
+    """The words for placements that attention does not take, on a mesh of two dims."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    x, words = torch.randn(2, 6, 8, 4, generator=torch.Generator().manual_seed(0)), []
+    whole = distribute_tensor(x, mesh, [Replicate(), Replicate()])
+    heads = distribute_tensor(x, mesh, [Replicate(), Shard(1)])
+    grouped = distribute_tensor(x[:, :3], mesh, [Replicate(), Shard(1)])
+    pending = DTensor.from_local(x, mesh, [Partial(), Replicate()])
+    for given, others in (
+        ([distribute_tensor(x, mesh, [Replicate(), Shard(2)])] * 3, {}),
+        ([distribute_tensor(x, mesh, [Replicate(), Shard(3)])] * 3, {}),
+        ([pending] * 3, {}),
+        ([heads, whole, whole], {}),
+        ([heads, grouped, grouped], {}),
+        (
+            [heads] * 3,
+            {"bias": distribute_tensor(x[0, :, :, :1].expand(6, 8, 8).contiguous(), mesh, [Replicate()] * 2)},
+        ),
+        ([heads] * 3, {"mask": torch.ones(8, 8, dtype=torch.bool)}),
+        ([heads] * 3, {"dropout_p": 0.5}),
+    ):
+        try:
+            flashsci.attention(*given, **others)
+        except (TypeError, ValueError) as error:
+            words.append(f"{type(error).__name__}: {error}")
+    return words
+
+
 def dtensors(mesh: Any, strategy: str) -> float:
     """The largest difference from the plain call, of results and gradients, on a mesh of two dims: batch and sequence. The second
     call of a kind asks no other rank, if there is nothing of pairs in it."""
@@ -603,7 +740,7 @@ def inside_torchs_context_parallel(mesh: Any, causal: bool) -> float:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-    from flashsci.integrations.torch import library
+    from flashsci.integrations.torch import Replaced
 
     def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
@@ -614,7 +751,7 @@ def inside_torchs_context_parallel(mesh: Any, causal: bool) -> float:
     own = [fd.shard(x, mesh, layout=layout).contiguous() for x in (q, k, v, dout)]
     leaves = [x.requires_grad_() for x in own[:3]]
     idle = torch.zeros(2 * mesh.size())  # it wants something to cut
-    replaced, balanced = library("CPU"), theirs._cp_options.enable_load_balance
+    replaced, balanced = Replaced("CPU"), theirs._cp_options.enable_load_balance
     theirs._cp_options.enable_load_balance = causal  # which torch does for causal calls alone
     try:
         with (
@@ -625,7 +762,7 @@ def inside_torchs_context_parallel(mesh: Any, causal: bool) -> float:
             found = [out, *torch.autograd.grad(out, leaves, own[3])]
     finally:
         theirs._cp_options.enable_load_balance = balanced
-        replaced._destroy()
+        replaced.remove()
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     out = flashsci.attention(*whole, causal=causal)
     expected = [out, *torch.autograd.grad(out, whole, dout)]

@@ -348,3 +348,15 @@ def judge(right: Right, wrong: Wrong | None, device: str) -> list[str]:
             *problems,
             f"accepted what has no truth ({type(error).__name__}: {str(error)[:200]})",
         ]
+
+
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+
+
+def opcheck(right: Right, device: str) -> set[str]:
+    """The outcomes of torch's checks of a right call. That of schemas multiplies tensors, which those of 8-bit floats do
+    not take."""
+    given = tuple(right.arguments(device).values())
+    eight = any(isinstance(x, Tensor) and x.dtype.itemsize == 1 and x.is_floating_point() for x in given)
+    op = getattr(torch.ops.flashsci, right.op).default
+    return set(torch.library.opcheck(op, given, test_utils=CHECKS[1:] if eight else CHECKS).values())

@@ -5,7 +5,7 @@
 #   FA_ARCHS=80,90 FA_TILE_PRESET=1 PYTHON=.venv/bin/python NVCC=nvcc CXX=g++
 #   FLASHSCI_POISON=1                     a debug build: free memory holds NaN (csrc/core/poison.cuh)
 #
-# Same sources, flags (cmake/nvcc_flags.txt) and exported symbols as the wheel's _C.so.
+# Same sources, flags (cmake/nvcc_flags.txt) and exported symbols as the wheel's _C.so, which runs on older glibc, too.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 output=${1:-build/manual/_C.so}
@@ -47,7 +47,7 @@ done
 while [ -n "$(jobs -p)" ]; do wait -n; done
 objects=(${kernels[@]+"${kernels[@]}"})
 "$python" flashsci/digest.py cuda --build-info "$work/build_info.inc" --archs "$archs" "--preset=$preset" "--nvcc=$version" ${poison:+--poison}
-for unit in library call forward backward fp8 paged info; do
+for unit in library call forward backward fp8 paged info older_runtimes; do
   "$cxx" -std=c++17 -O2 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden ${have[@]+"${have[@]}"} \
     -DTORCH_TARGET_VERSION=0x020a000000000000ULL ${poison:+-DFLASHSCI_POISON} -isystem "$torch/include" -isystem "$cuda/include" -I"$work" \
     -c "csrc/bindings/$unit.cpp" -o "$work/$unit.o"

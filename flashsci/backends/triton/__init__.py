@@ -34,6 +34,9 @@ from flashsci.backends.triton.plans import (  # noqa: F401
 from flashsci.call import derivatives, fp8_ops, kinds, ops
 from flashsci.call.ops import Saved, Scalars, Tensors
 from flashsci.call.problem import Problem
+from flashsci.versions import warn_if_newer
+
+warn_if_newer("triton", triton.__version__)
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.raw_op_calls import CALLS, COMPOSED, Right, all_ops
-from tests.support.raw_op_judge import judge, wrong_calls
+from tests.support.raw_op_calls import CALLS, COMPOSED, RAISES, Right, all_ops
+from tests.support.raw_op_judge import judge, opcheck, wrong_calls
 
 HERE = tuple(right for right in CALLS if not right.op.startswith("cuda_"))
 
@@ -33,6 +33,12 @@ def test_every_op_has_a_right_call():
 @pytest.mark.parametrize("right", HERE, ids=str)
 def test_a_right_call(right: Right):
     assert not judge(right, None, "cpu")
+
+
+@pytest.mark.parametrize("right", [right for right in HERE if right.op not in RAISES], ids=str)
+def test_torchs_own_check(right: Right):
+    """Schema, fake kernel, autograd and tracing with symbolic sizes, as `torch.library.opcheck` has them."""
+    assert opcheck(right, "cpu") == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("right", HERE, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,8 +24,10 @@ from tests.support.distributed_calls import (
     asked_of,
     call_by_groups,
     compiled,
+    compiled_shards,
     compiled_triangle,
     compiled_with_pairs,
+    counted_flops,
     draw_split,
     dtensors,
     force_problem,
@@ -34,12 +37,15 @@ from tests.support.distributed_calls import (
     judge,
     own_communicator,
     pool,
+    refused_placements,
     repeated,
     second_order_pool,
     sharded_parameters,
     split_call,
+    tensor_parallel,
     triangle_problem,
     triangles,
+    whole_sequences,
 )
 from tests.support.emulated_ranks import World, settled
 from tests.support.ranks import Ranks
@@ -171,6 +177,62 @@ def test_ranks_without_rows(ranks, rows, keys, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dtensors(ranks, strategy):
     assert max(ranks.run(dtensors, "2x2", strategy=strategy)) < 1e-13
+
+
+CASES = (
+    "dense",
+    "grouped",
+    "one head",
+    "replicated",
+    "heads over both",
+    "bias",
+    "bias of heads",
+    "bias of all",
+    "weights",
+    "slopes",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dtensors_with_whole_sequences(ranks, case):
+    """Batch and heads split: each rank computes its part, and the forward sends nothing."""
+    for difference, messages in ranks.run(whole_sequences, "2x2", case=case):
+        assert difference < 1e-13 and messages == 0
+
+
+def test_the_ring_counts_the_flops_of_its_rank(ranks):
+    """In all those of one causal call over 16 positions, 2 heads, D 8."""
+    found = ranks.run(counted_flops, 2, strategy="ring")
+    pairs = 2 * 16 * 17 // 2
+    assert sum(forward for forward, _ in found) == 2 * pairs * 2 * 8
+    assert sum(backward for _, backward in found) == 2 * pairs * 5 * 8
+    assert found[0][0] < found[1][0]
+
+
+@pytest.mark.slow
+def test_dtensors_compile_in_one_graph(ranks):
+    assert all(ranks.run(compiled_shards, 2))
+
+
+def test_tensor_parallel_layer(ranks):
+    assert max(ranks.run(tensor_parallel, 2)) < 1e-12
+
+
+def test_placements_that_attention_does_not_take(ranks):
+    expected = (
+        r"ValueError: q is a DTensor with the placement S.*\(.*2\) on mesh dim 1; its sequence is split: call flashsci.distributed",
+        r"ValueError: q is a DTensor with the placement S.*3\) on mesh dim 1; redistribute it to Replicate, or to Shard of the",
+        r"ValueError: q is a DTensor with the placement P.* on mesh dim 0; redistribute it",
+        r"ValueError: k has the placement R.* on mesh dim 1 where q has S.*; Shard\(1\) is wanted there",
+        r"ValueError: 3 heads of k do not divide into 2 equal parts, so groups of 2 heads of q would be torn apart",
+        r"ValueError: bias has the placement R.* on mesh dim 1 where q has S.*; Shard\(0\) is wanted there",
+        r"TypeError: q is a DTensor, mask is not; make one of it",
+        r"TypeError: q is a DTensor, and dropout_p is not taken with DTensors",
+    )
+    for words in ranks.run(refused_placements, "2x2"):
+        assert len(words) == len(expected)
+        for word, due in zip(words, expected, strict=True):
+            assert re.match(due, word), word
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

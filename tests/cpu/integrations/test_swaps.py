@@ -44,11 +44,11 @@ def flash_attn():
 def kernels():
     """torch's operators of flash attention, which are for GPUs, entered for the CPU."""
     torch_flash.register()
-    replaced = torch_flash.library("CPU")
+    replaced = torch_flash.Replaced("CPU")
     try:
         yield
     finally:
-        replaced._destroy()
+        replaced.remove()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 
 import flashsci
@@ -20,6 +21,7 @@ from flashsci.testing import Inputs, Judge
 
 aten = torch.ops.aten
 NAMES = sorted(integration.KERNELS)
+VARLEN = sorted(integration.VARLEN_KERNELS)
 PRESENT = [name for name in NAMES if hasattr(aten, name)]
 LAYOUTS = {
     "bhsd": lambda b, h, s, d: torch.randn(b, h, s, d),
@@ -33,9 +35,9 @@ LAYOUTS = {
 @pytest.fixture
 def on_cpu():
     """The operators entered for the CPU."""
-    replaced = integration.library("CPU")
+    replaced = integration.Replaced("CPU")
     yield
-    replaced._destroy()
+    replaced.remove()
 
 
 def flash(q, k, v, causal=False, **options):
@@ -76,6 +78,24 @@ def test_every_operator_of_the_flash_path_is_replaced():
     theirs = set(re.findall(r'\.impl\(\s*"(\w+)"', inspect.getsource(_fa4)))
     assert {"_flash_attention_forward", "_scaled_dot_product_flash_attention"} <= theirs
     assert theirs <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", VARLEN)
+def test_schemas_of_varlen(name):
+    """Every argument of this torch's operators has its name here; an older one lacks some."""
+    ours = inspect.signature(integration.VARLEN_KERNELS[name]).parameters
+    arguments = getattr(torch.ops.torch_attn, name).default._schema.arguments
+    assert {theirs.name for theirs in arguments} <= set(ours)
+    missing = set(ours) - {theirs.name for theirs in arguments}
+    assert all(ours[name].default is not ours[name].empty for name in missing)
+
+
+def test_no_operator_of_varlen_goes_elsewhere():
+    """An operator of torch_attn that calls another kernel than the flash operators is replaced; a release that adds one
+    shows."""
+    sources = {name: inspect.getsource(op._init_fn) for name, op in vars(varlen).items() if hasattr(op, "_init_fn")}
+    elsewhere = {name for name, text in sources.items() if re.search(r"aten\._(?!flash_attention)\w+", text)}
+    assert "_varlen_attn" in sources and elsewhere <= set(VARLEN)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -194,6 +214,17 @@ def test_varlen_attn(on_cpu, window, heads):
         torch.testing.assert_close(found, gradient)
 
 
+def test_varlen_attn_arrives_where_torch_prefers_cudnn(on_cpu, monkeypatch):
+    """torch 2.14 sends packed calls without a window to cuDNN on Hopper, below the operator that is replaced."""
+    for name in ("_can_use_cudnn", "_should_use_cudnn"):
+        monkeypatch.setattr(varlen, name, lambda *a: pytest.fail("torch chose"), raising=False)
+    q, k, v = torch.randn(3, 300, 2, 8).requires_grad_().unbind(0)
+    cu = offsets([130, 170])
+    out = varlen_attn(q, k, v, cu, cu, 170, 170)
+    torch.testing.assert_close(out, flashsci.varlen_attention(q, k, v, cu))
+    torch.autograd.grad(out.sum(), (q, k, v))
+
+
 @pytest.mark.skipif("_flash_attention_forward_no_dropout_inplace" not in PRESENT, reason="no such op")
 def test_varlen_attn_out(on_cpu):
     from torch.nn.attention.varlen import AuxRequest, varlen_attn_out
@@ -305,7 +336,8 @@ def test_refused():
 
 
 def replaced(name):
-    dump = torch._C._dispatch_dump(f"aten::{name}")
+    namespace = "torch_attn" if name in integration.VARLEN_KERNELS else "aten"
+    dump = torch._C._dispatch_dump(f"{namespace}::{name}")
     mine = integration.__file__
     return any(line.startswith("CUDA: ") and mine in line for line in dump.splitlines())
 
@@ -316,19 +348,19 @@ def test_registering_activating_and_removing():
     handle = integration.register()
     assert integration.register() is handle
     assert integration.NAME in theirs.list_flash_attention_impls()
-    assert not any(map(replaced, PRESENT)), "registering activates nothing"
+    assert not any(map(replaced, PRESENT + VARLEN)), "registering activates nothing"
     for _ in range(2):
         theirs.activate_flash_attention_impl("flashsci")
         handle.activate()  # torch 2.10 activates a name once
         try:
             assert theirs.current_flash_attention_impl() == "flashsci"
-            assert all(map(replaced, PRESENT))
+            assert all(map(replaced, PRESENT + VARLEN))
         finally:
             if hasattr(theirs, "restore_flash_attention_impl"):
                 theirs.restore_flash_attention_impl()
             else:
                 handle.remove()
-        assert not any(map(replaced, PRESENT))
+        assert not any(map(replaced, PRESENT + VARLEN))
     handle.remove()  # of what is not there
 
 

@@ -129,6 +129,7 @@ def sources() -> str:
             "pyproject.toml",
             "constraints.txt",
             "mkdocs.yml",
+            ".github/workflows/release.yml",
         )
     ]
     kinds = {".py", ".cuh", ".cu", ".h", ".cpp", ".cmake", ".txt", ".sh", ".toml", ".yml", ""}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import flashsci
+from tools.packaging.wheel import RELEASED
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
@@ -73,12 +74,21 @@ def test_kernels_are_compiled_where_they_run_or_are_asked_for(tmp_path):
 
 
 @needs_make
-@pytest.mark.parametrize("target", ["build", "wheel"])
-def test_who_asks_for_a_library_gets_all_architectures(target, tmp_path):
+def test_who_asks_for_a_library_gets_all_architectures(tmp_path):
     (tmp_path / "one").mkdir()
-    assert ALL in planned(tmp_path / "one", target)
+    assert ALL in planned(tmp_path / "one", "build")
     (tmp_path / "two").mkdir()
-    assert "FA_ARCHS=''" in planned(tmp_path / "two", target, gpu=True), "CMake asks the GPU"
+    assert "FA_ARCHS=''" in planned(tmp_path / "two", "build", gpu=True), "CMake asks the GPU"
+
+
+@needs_make
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_wheel_is_for_the_gpus_of_a_release_wherever_it_is_made(gpu, tmp_path):
+    said = planned(tmp_path, "wheel", gpu=gpu)
+    assert f"FA_ARCHS='{','.join(RELEASED)}'" in said
+    assert said.index("packaging repair") < said.index("packaging sdist")
+    (tmp_path / "asked").mkdir()
+    assert "FA_ARCHS='90'" in planned(tmp_path / "asked", "wheel", gpu=gpu, FA_ARCHS="90")
 
 
 @needs_make

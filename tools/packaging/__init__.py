@@ -1,0 +1,1 @@
+"""How a release is packed and judged: the wheel, the source distribution, their checksums."""
