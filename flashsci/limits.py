@@ -135,6 +135,21 @@ FAULTS = (
     ),
     Fault(
         "torch",
+        "2.11",
+        (2, 13),
+        False,
+        "AOTInductor loses the results of any op that takes bfloat16 as a dtype: attention on 8-bit floats with bfloat16 results "
+        "gives None there.",
+    ),
+    Fault(
+        "torch",
+        "2.11",
+        (2, 13),
+        False,
+        "The compiler takes no context that sets a value inside a checkpoint: put `use_backend` around the compiled call.",
+    ),
+    Fault(
+        "torch",
         "2.13",
         None,
         False,

@@ -137,7 +137,9 @@ def test_errors_without_advice_are_raw():
     assert _raised(lambda: torch.vmap(lambda x: x.item())(q)) == RAW
 
 
-@pytest.mark.parametrize("quoted", ['("{}")', '([ConstantVariable(str: "{}")])', '((Lazy(realized: ConstantVariable(str: "{}")),))'])
+@pytest.mark.parametrize(
+    "quoted", ['("{}")', '([ConstantVariable(str: "{}")])', '((Lazy(realized: ConstantVariable(str: "{}")),))']
+)
 @pytest.mark.parametrize("words, kind", [("it has no alibi; use backend='triton'", REFUSED), ("it has no alibi", RAW)])
 def test_a_compiler_repeats_a_refusal(quoted, words, kind):
     told = (
