@@ -56,7 +56,7 @@ def quick(monkeypatch):
 
 
 def gates(call):
-    record = measure.Measurement(call, CPU).record()
+    record = measure.Measurement(call, CPU, []).record()
     return {name: found["gate"] for name, found in record["candidates"].items()}
 
 
@@ -171,7 +171,7 @@ def test_a_wrong_candidate_is_not_timed(quick, monkeypatch):
         return (lambda y: 1.01 * function(y)) if name == "eager" else function
 
     monkeypatch.setattr(ways, "attend", slightly_wrong)
-    record = measure.Measurement(PLAIN, CPU).record()
+    record = measure.Measurement(PLAIN, CPU, []).record()
     found = record["candidates"]["eager"]
     assert found["gate"].startswith("failed: out")
     assert set(found) == {"gate"}
@@ -270,17 +270,20 @@ def test_the_run_ends_with_its_time_and_keeps_its_records(tmp_path, monkeypatch)
 
 def test_a_call_that_fails_is_a_record_and_a_lost_device_the_last(monkeypatch):
     class Failing:
-        def __init__(self, call, device):
-            self.call = call
+        def __init__(self, call, device, doing):
+            self.call, self.doing = call, doing
 
         def record(self):
+            self.doing.append("oracle")
             if self.call.index == 2:
+                self.doing.append("cuda")
                 raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
             raise AssertionError("the oracle disagrees")
 
     monkeypatch.setattr(measure, "Measurement", Failing)
     records = drawn.run(1, 100, device="cpu", calls=9)
-    assert [r["failed"][:10] for r in records] == ["the oracle", "the oracle", "CUDA error"]
+    said = [r["failed"].split(": ")[:2] for r in records]
+    assert said == [*[["oracle", "the oracle disagrees"]] * 2, ["cuda", "CUDA error"]]
     assert "the oracle disagrees" in drawn.summary(records)
 
 
@@ -346,7 +349,7 @@ def test_help_names_the_suite(capsys):
 
 
 def test_records_are_plain_json(quick):
-    record = measure.Measurement(replace(PLAIN, work="forward"), CPU).record()
+    record = measure.Measurement(replace(PLAIN, work="forward"), CPU, []).record()
     assert json.loads(json.dumps(record, allow_nan=False)) == json.loads(json.dumps(record))
 
 

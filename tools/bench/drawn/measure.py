@@ -37,10 +37,11 @@ SLOW = 10
 def record_of(call: DrawnCall, device: torch.device) -> Record:
     """The record of one call. A call that fails has the reason under "failed", and after a lost device "lost" is
     true."""
+    doing = ["inputs"]
     try:
-        record = Measurement(call, device).record()
+        record = Measurement(call, device, doing).record()
     except Exception as error:
-        record = failed(call, device, first_line(error), fatal(error))
+        record = failed(call, device, f"{doing[-1]}: {first_line(error)}", fatal(error))
     gc.collect()
     if device.type == "cuda" and not record.get("lost"):
         torch.cuda.empty_cache()
@@ -69,8 +70,9 @@ def about(call: DrawnCall, device: torch.device) -> Record:
 class Measurement:
     """One drawn call: its candidates, their correctness, and their times."""
 
-    def __init__(self, call: DrawnCall, device: torch.device):
-        self.call, self.device = call, device
+    def __init__(self, call: DrawnCall, device: torch.device, doing: list[str]):
+        """``doing``: gets the name of each step before it begins, such as that of a candidate."""
+        self.call, self.device, self.doing = call, device, doing
         self.started = time.monotonic()
         self.work = Work(call, device)
         self.able: dict[str, Callable[[], object]] = {}
@@ -79,15 +81,19 @@ class Measurement:
 
     def record(self) -> Record:
         record = about(self.call, self.device)
+        self.doing.append("oracle")
         sample = Sample(self.work)
         sample.judge  # noqa: B018  (an oracle that disagrees with its check fails the call, not a candidate)
         for name in ways.names_of(self.device, self.call.work):
+            self.doing.append(name)
             reason = self._try(name, sample)
             if reason is not None:
                 self.reasons[name] = reason
         del sample
+        self.doing.append(NEIGHBOUR)
         neighbour = self._neighbour()
         checked = time.monotonic()
+        self.doing.append("timing")
         times = self._times()
         record["candidates"] = {
             name: times.get(name) or {"gate": self.reasons[name]} for name in ways.names_of(self.device, self.call.work)
