@@ -7,6 +7,7 @@ What Hopper's kernels take of a bias or mask, and what they leave to others, is 
 import pytest
 import torch
 
+import flashsci
 from tests.support.raw_calls import CELLS, DEVICE, HALVES, WINDOWS, attention, make
 
 pytestmark = pytest.mark.gpu
@@ -130,3 +131,13 @@ def test_every_broadcast_of_a_bias(findings, dtype, dim, bias):
         findings.backward_with_bias(odd, half, (dim - 8, dim), 0, 1, 1, 1, pad=pad, **options)
     for mask in ((2, 1, 333, 441), (1, 4, 333, 441), (2, 1, 1, 441)):
         findings.backward_with_bias(odd, half, (dim, dim), 1, 1, 1, 1, mask=mask, **options)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_batch_whose_dout_has_columns_apart(backend, dtype):
+    leaves = [torch.randn(0, 2, 15, 64, device=DEVICE, dtype=dtype).requires_grad_() for _ in range(3)]
+    out = flashsci.attention(*leaves, causal=True, backend=backend)
+    dout = torch.empty(0, 2, 64, 15, device=DEVICE, dtype=dtype).mT
+    assert dout.stride(-1) != 1
+    assert [x.shape for x in torch.autograd.grad(out, leaves, dout)] == [x.shape for x in leaves]

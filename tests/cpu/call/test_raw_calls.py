@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from flashsci.call import op_checks, ops
 from tests.support import raw_calls
 from tests.support.raw_calls import Findings, attention, gradients
 
@@ -130,3 +131,13 @@ def test_refusals(plain):
     with pytest.raises(AssertionError) as caught:
         findings.done()
     assert re.search("not refused\n.*serves this call", str(caught.value), re.DOTALL)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (0, 5, 8), (3, 5, 1)])
+def test_rows_are_neighbours_in_memory_also_where_there_are_none(shape):
+    """``contiguous`` returns a tensor without elements, or with one column, as it is, whatever its strides."""
+    x = torch.empty(*shape[:-2], shape[-1], shape[-2]).mT
+    assert x.shape == shape and x.stride(-1) != 1 and x.contiguous() is x
+    found = op_checks.rows(x)
+    assert found.stride(-1) == 1 and found.shape == x.shape
+    assert [y.stride(-1) for y in ops.Tensors(x, x, x).inner_contiguous()[:3]] == [1, 1, 1]
