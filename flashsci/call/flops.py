@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashsci.call.problem import pairs_of
+
 #: Products over D and over Dv of each pass. The second order's are those that the formulas need, without repeated
 #: work of kernels.
 PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "double_backward": (7, 5)}
@@ -90,27 +92,6 @@ def _pairs(given: dict[str, Any]) -> int:
     keys = _lengths(second, given["max_seqlen_k"])
     heads: int = q.shape[0]
     return heads * sum(pairs_of(m, n, *window) for m, n in zip(queries, keys, strict=True))
-
-
-def pairs_of(rows: int, keys: int, left: int, right: int, lower_right: bool = False) -> int:
-    """Pairs of query and key inside a window, -1 for no limit."""
-    if left < 0 and right < 0:
-        return rows * keys
-    shift = keys - rows if lower_right else 0
-    # Row i sees the keys from i + shift - left to i + shift + right.
-    end = rows * keys if right < 0 else _clamped(shift + right + 1, rows, keys)
-    start = 0 if left < 0 else _clamped(shift - left, rows, keys)
-    return max(end - start, 0)
-
-
-def _clamped(first: int, rows: int, keys: int) -> int:
-    """The sum of ``min(max(first + i, 0), keys)`` over ``rows`` values of i."""
-
-    def below(x: int) -> int:  # of all values up to x
-        x = max(x, 0)
-        return x * (x - 1) // 2 if x <= keys else keys * (keys - 1) // 2 + keys * (x - keys)
-
-    return below(first + rows) - below(first)
 
 
 def _paged_pairs(given: dict[str, Any]) -> int:

@@ -34,6 +34,27 @@ def has_inner_heads(bias: Tensor) -> bool:
     return bias.dim() > 2 and bias.shape[-3] > 1 and bias.stride(-3) == 1 and bias.stride(-1) > 1
 
 
+def pairs_of(rows: int, keys: int, left: int, right: int, lower_right: bool = False) -> int:
+    """Pairs of query and key inside a window, -1 for no limit."""
+    if left < 0 and right < 0:
+        return rows * keys
+    shift = keys - rows if lower_right else 0
+    # Row i sees the keys from i + shift - left to i + shift + right.
+    end = rows * keys if right < 0 else _clamped(shift + right + 1, rows, keys)
+    start = 0 if left < 0 else _clamped(shift - left, rows, keys)
+    return max(end - start, 0)
+
+
+def _clamped(first: int, rows: int, keys: int) -> int:
+    """The sum of ``min(max(first + i, 0), keys)`` over ``rows`` values of i."""
+
+    def below(x: int) -> int:  # of all values up to x
+        x = max(x, 0)
+        return x * (x - 1) // 2 if x <= keys else keys * (keys - 1) // 2 + keys * (x - keys)
+
+    return below(first + rows) - below(first)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Shapes, dtypes, features and device of one call; hashable, holds no tensors.
@@ -105,15 +126,7 @@ class Problem:
         """Query-key pairs of one head that causal and window leave, summed over the batch (dense calls)."""
         if self.batch is None or self.seq_q is None or self.seq_k is None:
             raise ValueError("flops and bytes need concrete sizes")
-        shift = self.seq_k - self.seq_q if self.lower_right else 0
-        pairs = 0
-        if self.window_left < 0 and self.window_right < 0:
-            pairs = self.seq_q * self.seq_k
-        else:
-            for i in range(self.seq_q):
-                low = 0 if self.window_left < 0 else max(0, i + shift - self.window_left)
-                high = self.seq_k if self.window_right < 0 else min(self.seq_k, i + shift + self.window_right + 1)
-                pairs += max(0, high - low)
+        pairs = pairs_of(self.seq_q, self.seq_k, self.window_left, self.window_right, self.lower_right)
         return pairs * math.prod(self.batch)
 
     def flops(self, order: int = 0) -> int:

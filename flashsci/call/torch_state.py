@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,10 +19,14 @@ def is_traced() -> bool:
     return _tracing_state() is not None
 
 
-@contextmanager
-def tracer_paused() -> Iterator[None]:
+def tracer_paused() -> AbstractContextManager[None]:
     """A context in which sizes are numbers, also under torch.jit.trace, which records no decision that is made from
     them."""
+    return _paused() if is_traced() else nullcontext()
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
     state = _tracing_state()
     _set_tracing_state(None)
     try:

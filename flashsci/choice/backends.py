@@ -50,8 +50,7 @@ class Backend:
 
     def rejects(self, problem: Problem, anywhere: bool = False) -> str | None:
         """Why its forward cannot serve a call, or None. ``anywhere``: ignore whether this machine can run it."""
-        module = self.load()
-        reason = (None if anywhere else self.unavailable()) or module.rejects(problem)
+        reason = (None if anywhere else self.unavailable()) or self.load().rejects(problem)
         return reason or self.ignores(problem, problem.kind)
 
     def ignores(self, problem: Problem, kind: str) -> str | None:

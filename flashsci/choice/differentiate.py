@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from operator import index
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Tensors
 from flashsci.call.problem import problem_of, sums_bias
-from flashsci.call.torch_state import count_flops, is_traced, tracer_paused
+from flashsci.call.torch_state import count_flops, tracer_paused
 from flashsci.choice.backends import BACKENDS, FORWARD_OF_CUDA, kernels
 from flashsci.choice.candidates import able, advice
 from flashsci.choice.gradients import Choice, gradients, sharing
@@ -100,7 +99,7 @@ def prepared_backward(
 
 
 def _gradient_backend(choice: Choice, module: Any, saved: Saved, need: int) -> str:
-    with tracer_paused() if is_traced() else nullcontext():  # sizes are numbers, and the decision is no part of a trace
+    with tracer_paused():  # sizes are numbers, and the decision is no part of a trace
         return _decided(choice, module, saved, need)
 
 
@@ -155,7 +154,7 @@ def _triton_rejects(device: torch.device, dtype: torch.dtype, d: int, dv: int) -
 def triton_rejects(tensors: Tensors) -> str | None:
     """Why Triton's kernels cannot compute second derivatives of a call, or None."""
     q, v = tensors.q, tensors.v
-    with tracer_paused() if is_traced() else nullcontext():
+    with tracer_paused():
         return _triton_rejects(q.device, q.dtype, index(q.shape[-1]), index(v.shape[-1]))
 
 

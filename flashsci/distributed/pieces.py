@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flashsci.call.flops import pairs_of
+from flashsci.call.problem import pairs_of
 from flashsci.distributed.layout import Interval
 
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import flashsci
-from flashsci.call.flops import formulas, pairs_of
+from flashsci.call.flops import formulas
+from flashsci.call.problem import pairs_of
 from tests.support.everywhere import BACKENDS, DEVICE
 from tests.support.raw_op_calls import all_ops
 

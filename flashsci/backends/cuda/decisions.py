@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flashsci.backends.cuda import library, rehearsal
 from flashsci.call.ops import NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
-from flashsci.call.torch_state import is_traced, modes, tracer_paused
+from flashsci.call.torch_state import modes, tracer_paused
 
 
 class Described(NamedTuple):
@@ -161,7 +161,7 @@ def backward(
     if library.load() is not None:
         return None
     try:
-        with tracer_paused() if is_traced() else nullcontext():
+        with tracer_paused():
             tensors, results = _describe(*saved.tensors), _describe(saved.out, saved.lse)
             scalars = _known(saved.scalars)
     except Unknown:

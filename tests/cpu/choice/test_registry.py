@@ -1,5 +1,7 @@
 """Who serves a call, and why."""
 
+import subprocess
+import sys
 import threading
 import warnings
 from dataclasses import replace
@@ -613,3 +615,25 @@ def test_gradients_are_chosen_by_the_whole_call(monkeypatch, name):
     differentiate._gradients_of.cache_clear()
     differ = {f for f, x in vars(asked).items() if getattr(seen[0], f) != x}
     assert differ <= OF_THE_FORWARD, differ
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch, flashsci
+q = torch.randn(1, 2, 4, 8)
+assert flashsci.attention(q, q, q).shape == q.shape
+found = flashsci.explain(q, q, q)
+assert "cannot be imported" in found.reasons["triton"], found.reasons
+try:
+    flashsci.attention(q, q, q, backend="triton")
+except flashsci.BackendError as error:
+    print(error)
+"""
+
+
+def test_triton_need_not_be_there():
+    """`import flashsci` needs torch alone, and so does every question to a backend whose package is missing."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cannot be imported" in done.stdout
