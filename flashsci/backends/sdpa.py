@@ -88,10 +88,13 @@ def _four_dims(x: Tensor | None, batch: torch.Size) -> Tensor | None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars) -> Tensor:
-    causal = scalars.window_left < 0 and scalars.window_right == 0 and not scalars.lower_right
+    merged, is_causal = None, False
     # torch's kernel for the CPU masks before it scales: -inf times 0 or less gives NaN (torch 2.13).
-    causal = causal and bias is None and mask is None and scalars.scale > 0
-    merged = None if causal else _merged_mask(q, k, bias, mask, scalars)
+    plain = bias is None and mask is None and not scalars.lower_right and scalars.scale > 0
+    if plain and scalars.window_left < 0 and scalars.window_right == 0:
+        is_causal = True
+    else:
+        merged = _merged_mask(q, k, bias, mask, scalars)
     if merged is not None:
         if merged.dim() < q.dim():
             merged = merged.reshape(*(1,) * (q.dim() - merged.dim()), *merged.shape)
@@ -110,7 +113,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
         q, k, v = q.to(merged.dtype), k.to(merged.dtype), v.to(merged.dtype)
     q, k, v = (aligned(x if x.dim() == 4 else _four_dims(x, batch)) for x in (q, k, v))  # type: ignore[arg-type]
     merged = _four_dims(merged, batch)
-    arguments: dict[str, Any] = dict(attn_mask=merged, is_causal=causal, scale=scale)
+    arguments: dict[str, Any] = dict(attn_mask=merged, is_causal=is_causal, scale=scale)
     if q.shape[1] != k.shape[1]:
         arguments["enable_gqa"] = True
     if gpu and _only_bias_has_gradient(q, k, v, merged):
