@@ -95,30 +95,38 @@ def rows(*shape):
     return torch.randn(3, *shape).unbind(0)
 
 
+def widen(monkeypatch, module, kind):
+    """Let an entry point give the new tensor, too."""
+    monkeypatch.setattr(module, kind.__name__, wider(kind))
+    if hasattr(module, "_FIELDS"):
+        new = {NEW: kinds.Field(NEW, torch.Tensor, True, None)}
+        monkeypatch.setattr(module, "_FIELDS", {**kinds.fields(kind), **new})
+
+
 def dense(backend, monkeypatch):
-    monkeypatch.setattr(flashsci.api.attention, "Dense", wider(kinds.Dense))
+    widen(monkeypatch, flashsci.api.attention, kinds.Dense)
     return lambda: flashsci.attention(*rows(1, 2, 4, 8), backend=backend)
 
 
 def packed(backend, monkeypatch):
-    monkeypatch.setattr(flashsci.api.varlen, "Packed", wider(kinds.Packed))
+    widen(monkeypatch, flashsci.api.varlen, kinds.Packed)
     return lambda: flashsci.varlen_attention(*rows(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32), backend=backend)
 
 
 def residual(backend, monkeypatch):
     for module in (flashsci.api.attention, flashsci.api.residual):
-        monkeypatch.setattr(module, "Dense", wider(kinds.Dense))
+        widen(monkeypatch, module, kinds.Dense)
     return lambda: flashsci.residual_attention(*rows(1, 2, 4, 8), backend=backend)
 
 
 def fp8(backend, monkeypatch):
-    monkeypatch.setattr(flashsci.api.fp8, "FP8Options", wider(flashsci.api.fp8.FP8Options))
+    widen(monkeypatch, flashsci.api.fp8, flashsci.api.fp8.FP8Options)
     q, k, v = (x.to(torch.float8_e4m3fn) for x in rows(1, 2, 4, 16))
     return lambda: flashsci.attention(q, k, v, backend=backend)
 
 
 def paged(backend, monkeypatch):
-    monkeypatch.setattr(flashsci.api.paged, "PagedTensors", wider(PagedTensors))
+    widen(monkeypatch, flashsci.api.paged, PagedTensors)
     tables = dict(
         block_table=torch.zeros(1, 1, dtype=torch.int32),
         seqused_k=torch.tensor([3], dtype=torch.int32),
