@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from flashsci.call.torch_state import (
     rounds_products,
     tracer_paused,
 )
-from flashsci.choice import backends
+from flashsci.choice import backends, tuning
 from flashsci.choice.backends import ATTENTION
 from flashsci.choice.choose import decide, recorded_reference
 
@@ -219,7 +220,10 @@ def _plan(
     """The plan of a packed call; from the cache if an equal call was planned before."""
 
     def make() -> Plan:
-        choice = decide(ATTENTION, describe(given, options, needs_grad), backend)
+        call = describe(given, options, needs_grad)
+        if not torch.compiler.is_compiling() and tuning.active:
+            tuning.consider(call, backend, given, functools.partial(_again, longest, options))
+        choice = decide(ATTENTION, call, backend)
         if choice.forward == "reference":
             for name in _OFFSETS:
                 offsets = getattr(given, name)
@@ -247,6 +251,16 @@ def _plan(
     )
     plan = plans.get(key)
     return keep(key, make()) if plan is None else plan
+
+
+def _again(
+    longest: tuple[int | None, int | None], options: arguments.Options, given: Sequence[Tensor | None], backend: str
+) -> Any:
+    """The call of a plan, with other tensors of the same kind and a seed of zeros."""
+    tensors: dict[str, Any] = dict(zip(Packed._fields, given, strict=True))
+    tensors["max_seqlen_q"], tensors["max_seqlen_k"] = longest
+    seed = tensors["q"].new_zeros(2, dtype=torch.int64) if options.dropout_p else None
+    return varlen_attention(**tensors, dropout_seed=seed, **options.keywords(), backend=backend)
 
 
 _FIELDS = fields(Packed)
