@@ -265,10 +265,10 @@ def find(kind: str, problem: Problem, forward: str = "") -> tuple[tuple[str, ...
     return (times.passes[1:], evidence) if times.passes[0] == forward else None
 
 
-def known(problem: Problem) -> bool:
-    """Whether exactly this kind of call has been timed."""
+def lacks(problem: Problem) -> bool:
+    """Whether this kind of call can be timed on this machine and has not been."""
     found = _winners(problem)
-    return found is not None and problem in found[1].exact["calls"]
+    return found is not None and problem not in found[1].exact["calls"]
 
 
 def keep(problem: Problem, times: Times) -> None:

@@ -1,4 +1,4 @@
-"""Trials of `flashsci.tune`: the first call of each kind is timed on every candidate, with copies of nothing but its results.
+"""Trials of `flashsci.tune`: the first call of each kind is timed on every candidate.
 
 Entry points call :func:`consider` where they make a plan. Trials run in a thread of their own, which has none of the caller's
 modes: no autocast, no saved-tensor hooks, no transforms. They take detached tensors and a seed of zeros for dropout,
@@ -75,12 +75,14 @@ def consider(call: tuple[Any, ...], backend: str, tensors: Sequence[Tensor | Non
     if not bypasses_dispatcher(given) or forward_ad._current_level >= 0 or is_captured(given[0]):
         return
     problem = problem_of(*call)
-    if tuned.known(problem) or not _busy.acquire(blocking=False):  # another thread's trials: a later call of the kind
+    if not tuned.lacks(problem):
+        return
+    usual = choose.choose(problem, "auto").forward  # raises where no backend serves the call, as the call itself
+    requests = _requests(problem, usual)
+    if len(requests) < 2 or not _busy.acquire(blocking=False):  # another thread's trials: a later call of the kind
         return
     try:
-        found = _in_clean_thread(given[0], lambda: _trials(problem, tensors, again))
-        if found is None:
-            return
+        found = _in_clean_thread(given[0], lambda: _trials(problem, usual, requests, tensors, again))
         tuned.keep(problem, found)
         choose.forget()
         differentiate.forget()
@@ -93,12 +95,12 @@ def consider(call: tuple[Any, ...], backend: str, tensors: Sequence[Tensor | Non
         _busy.release()
 
 
-def _in_clean_thread(x: Tensor, work: Callable[[], Any]) -> Any:
+def _in_clean_thread(x: Tensor, work: Callable[[], tuned.Times]) -> tuned.Times:
     """The result of work in a thread without the caller's modes, on the caller's stream."""
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     inference = torch.is_inference_mode_enabled()
 
-    def run() -> Any:
+    def run() -> tuned.Times:
         _thread.trial = True
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
@@ -115,20 +117,19 @@ def _requests(problem: Problem, usual: str) -> list[str]:
     names = comparable(problem, usual)
     if not problem.requires_grad:
         return names
-    both = "cuda" in names and "triton" in names
-    pairs = {"triton": ["triton", "triton/cuda"], "cuda": [OWN, "cuda/triton"]} if both else {"cuda": [OWN]}
+    if "cuda" not in names or "triton" not in names:
+        return names
+    pairs = {"triton": ["triton", "triton/cuda"], "cuda": [OWN, "cuda/triton"]}
     found = [request for name in names for request in pairs.get(name, [name])]
     # Where rules choose the backend of the gradients, strides of the call decide: the default is timed as it is.
     return ["auto", *found] if usual in pairs else found
 
 
-def _trials(problem: Problem, tensors: Sequence[Tensor | None], again: Again) -> tuned.Times | None:
-    """The times of a call's candidates; None if no backend serves it, or there is no choice."""
-    usual = choose.choose(problem, "auto").forward
-    requests = _requests(problem, usual)
+def _trials(
+    problem: Problem, usual: str, requests: list[str], tensors: Sequence[Tensor | None], again: Again
+) -> tuned.Times:
+    """The times of a call's candidates: ``requests``, in the place of the backend ``usual``."""
     default = "auto" if "auto" in requests else usual
-    if len(requests) < 2:
-        return tuned.Times(default, usual, {})
     given = [None if x is None else x.detach() for x in tensors]
     leaves: list[Tensor] = []
     if problem.requires_grad:

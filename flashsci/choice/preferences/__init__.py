@@ -251,6 +251,8 @@ def find(kind: str, problem: Problem, generation: int = 0, forward: str = "") ->
         return rule
     winners, evidence = times
     order = tuple(dict.fromkeys((*winners, *rule.order)))
+    if not winners:
+        evidence = f"{evidence}; {rule.cited()}"
     return replace(rule, when={}, order=order, evidence=evidence, table=TUNED)
 
 
