@@ -246,14 +246,15 @@ def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: s
         rounds_products(q.dtype),
     )
     plan = plans.get(key)
-    return keep(key, _make_plan(given, options, needs_grad, backend)) if plan is None else plan
+    if plan is not None:
+        return plan
+    if tuning.active:
+        tuning.consider(describe(given, options, needs_grad), backend, given, functools.partial(_again, options))
+    return keep(key, _make_plan(given, options, needs_grad, backend))
 
 
 def _make_plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str) -> Plan:
-    call = describe(given, options, needs_grad)
-    if not torch.compiler.is_compiling() and tuning.active:
-        tuning.consider(call, backend, given, functools.partial(_again, options))
-    choice = decide(ATTENTION, call, backend)
+    choice = decide(ATTENTION, describe(given, options, needs_grad), backend)
     q, k, v = given.q, given.k, given.v
     ranks = {x.dim() for x in (q, k, v, given.bias, given.mask) if x is not None}
     if given.key_weight is not None:

@@ -51,7 +51,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments
     return (out, lse) if options.return_lse else out
 
 
-SCALES = FP8Options._fields[:3]
+def _rescaled(given: FP8Options, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> FP8Options:
+    return given._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
 
 def _there(x: Tensor | None) -> Tensor:
@@ -62,7 +63,7 @@ def _there(x: Tensor | None) -> Tensor:
 def _dense_again(given: FP8Options, options: arguments.Options, tensors: Sequence[Tensor | None], backend: str) -> Any:
     """The same call of other tensors: q, k, v and their scales."""
     q, k, v, *scales = tensors
-    scaled = given._replace(**dict(zip(SCALES, scales, strict=True)))
+    scaled = _rescaled(given, *scales)
     return dense(_there(q), _there(k), _there(v), scaled, options, backend)
 
 
@@ -116,7 +117,7 @@ def _packed_again(
 ) -> Any:
     """The same call of other tensors: q, k, v, their offsets and their scales."""
     q, k, v, first, second = map(_there, tensors[:5])
-    scaled = given._replace(**dict(zip(SCALES, tensors[5:], strict=True)))
+    scaled = _rescaled(given, *tensors[5:])
     return packed(q, k, v, (first, second), longest, scaled, options, False, backend)
 
 

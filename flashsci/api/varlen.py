@@ -220,10 +220,7 @@ def _plan(
     """The plan of a packed call; from the cache if an equal call was planned before."""
 
     def make() -> Plan:
-        call = describe(given, options, needs_grad)
-        if not torch.compiler.is_compiling() and tuning.active:
-            tuning.consider(call, backend, given, functools.partial(_again, longest, options))
-        choice = decide(ATTENTION, call, backend)
+        choice = decide(ATTENTION, describe(given, options, needs_grad), backend)
         if choice.forward == "reference":
             for name in _OFFSETS:
                 offsets = getattr(given, name)
@@ -250,7 +247,12 @@ def _plan(
         rounds_products(given.q.dtype),
     )
     plan = plans.get(key)
-    return keep(key, make()) if plan is None else plan
+    if plan is not None:
+        return plan
+    if tuning.active:
+        again = functools.partial(_again, longest, options)
+        tuning.consider(describe(given, options, needs_grad), backend, given, again)
+    return keep(key, make())
 
 
 def _again(

@@ -80,11 +80,11 @@ class Times:
 def duration(seconds: float) -> str:
     """A time in three digits.
 
-    >>> duration(31.24e-6), duration(0.0123)
-    ('31.2 us', '12.3 ms')
+    >>> duration(31.24e-6), duration(0.0123), duration(2)
+    ('31.2 us', '12.3 ms', '2 s')
     """
-    scale, unit = (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
-    return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:.0f} {unit}"
+    scale, unit = next(x for x in ((1, "s"), (1e3, "ms"), (1e6, "us")) if seconds * x[0] >= 1 or x[1] == "us")
+    return f"{seconds * scale:.3g} {unit}"
 
 
 def written(problem: Problem) -> str:
