@@ -23,7 +23,7 @@ import torch
 
 from flashsci import cached
 from flashsci.call.problem import Problem
-from flashsci.choice.backends import OWN
+from flashsci.choice.backends import OWN, check_name
 
 SWITCH = "FLASHSCI_TUNE"
 MARGIN = 1.02  # a candidate must be faster than the default by this factor
@@ -159,6 +159,7 @@ class Winners:
         return found[-1] if len({times.passes for times in found}) == 1 else None
 
 
+_FAULTS = (ValueError, TypeError, AttributeError, KeyError)  # of a file with other contents
 _lock = threading.RLock()
 _known: dict[str, Winners] = {}
 _said: set[str] = set()
@@ -220,7 +221,7 @@ def _load(device: str) -> Winners:
         kept = cached.entries(file).get(f"{device}, {_software()}", {})
         for text, times in kept.items():
             found.add(read(text), _checked(times))
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except _FAULTS as error:
         _say(
             f"flashsci: {file} is not a file of flashsci.tune ({type(error).__name__}: {error}); it is ignored, and "
             "the next tuning writes it anew. `flashsci.tune.clear()` deletes it."
@@ -233,7 +234,16 @@ def _checked(entry: dict[str, Any]) -> Times:
     times = Times(**entry)
     if not all(isinstance(x, float) and x > 0 for x in (*times.seconds.values(), *times.forward.values())):
         raise ValueError("a time that is no positive number")
+    for name in (times.default, times.usual, *times.seconds):
+        check_name(name)
     return times
+
+
+def _is_sound(text: str, entry: Any) -> bool:
+    try:
+        return bool(_checked(entry) and read(text))
+    except _FAULTS:
+        return False
 
 
 def _say(text: str) -> None:
@@ -284,7 +294,8 @@ def keep(problem: Problem, times: Times) -> None:
     def changed(entries: dict[str, Any]) -> dict[str, Any]:
         of_device = entries.get(key)
         kept = of_device if isinstance(of_device, dict) else {}
-        return {**entries, key: {**kept, text: asdict(times)}}
+        sound = {known: entry for known, entry in kept.items() if _is_sound(known, entry)}
+        return {**entries, key: {**sound, text: asdict(times)}}
 
     try:
         cached.update(path(), changed)
