@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -33,7 +34,7 @@ from flashsci.choice.candidates import comparable
 Again = Callable[[Sequence[Tensor | None], str], Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """The kinds of call that were timed while tuning was on."""
 
@@ -239,10 +240,17 @@ def report(session: Session) -> None:
 
 def _from_environment() -> None:
     """Tuning for the whole process, if FLASHSCI_TUNE asks for it."""
-    if os.environ.get(tuned.SWITCH) == "1":
+    asked = os.environ.get(tuned.SWITCH, "")
+    if asked not in ("", "0", "1"):
+        warnings.warn(
+            f"flashsci: {tuned.SWITCH}={asked!r} is neither '1', to tune this process, nor '0', to leave out the times of "
+            "earlier ones; it is ignored",
+            stacklevel=2,
+        )
+    if asked == "1":
         session = Session()
         start(session)
-        atexit.register(report, session)
+        atexit.register(lambda: report(session) if session.kinds else None)
 
 
 _from_environment()

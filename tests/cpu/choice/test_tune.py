@@ -405,6 +405,9 @@ def test_sessions_nest_and_end_after_an_error(clock):
         flashsci.attention(q, k, v)
         raise KeyError
     assert tuning.active == [] and len(outer._session.kinds) == len(inner._session.kinds) == 1
+    with outer, flashsci.tune():
+        assert len(tuning.active) == 2, "a context may be entered anew"
+    assert tuning.active == []
     with pytest.raises(RuntimeError, match="is entered already; make another one"), outer, outer:
         pass
     with pytest.raises(

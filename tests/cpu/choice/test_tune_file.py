@@ -160,7 +160,9 @@ def test_the_environment_variable_tunes_a_process(machine):
     assert "flashsci.tune: 1 kinds of call, kept in" in done.stderr and "D 16, gradients" in done.stderr
     assert machine.exists() and "flashsci.tune" not in done.stdout
     again = start(PROGRAM, FLASHSCI_TUNE="1")
-    assert "no new kind of call was timed" in again.stderr
+    assert again.returncode == 0 and again.stderr == "", "nothing is new"
+    wrong = start(PROGRAM, FLASHSCI_TUNE="yes")
+    assert "FLASHSCI_TUNE='yes' is neither '1', to tune this process, nor '0'" in wrong.stderr
 
 
 def test_the_command_runs_a_script(machine, tmp_path):
