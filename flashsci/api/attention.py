@@ -248,8 +248,9 @@ def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: s
     plan = plans.get(key)
     if plan is not None:
         return plan
-    if tuning.active:
-        tuning.consider(describe(given, options, needs_grad), backend, given, functools.partial(_again, options))
+    again = functools.partial(_again, options)
+    if tuning.active and not tuning.consider(describe(given, options, needs_grad), backend, given, again):
+        return _make_plan(given, options, needs_grad, backend)
     return keep(key, _make_plan(given, options, needs_grad, backend))
 
 

@@ -146,7 +146,8 @@ def _plan(
             return kept
     call = describe(given, out, max_seqlen_q, options)
     if not torch.compiler.is_compiling() and tuning.active:
-        tuning.consider(call, backend, given, functools.partial(_again, max_seqlen_q, options))
+        again = functools.partial(_again, max_seqlen_q, options)
+        key = key if tuning.consider(call, backend, given, again) else None
     choice = decide(PAGED, call, backend)
     count_flops()
     scalars = scalars_of(given.q, max_seqlen_q, options)

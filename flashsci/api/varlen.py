@@ -249,9 +249,9 @@ def _plan(
     plan = plans.get(key)
     if plan is not None:
         return plan
-    if tuning.active:
-        again = functools.partial(_again, longest, options)
-        tuning.consider(describe(given, options, needs_grad), backend, given, again)
+    again = functools.partial(_again, longest, options)
+    if tuning.active and not tuning.consider(describe(given, options, needs_grad), backend, given, again):
+        return make()
     return keep(key, make())
 
 

@@ -59,7 +59,7 @@ def stop(session: Session) -> None:
     plans.clear()
 
 
-def consider(call: tuple[Any, ...], backend: str, tensors: Sequence[Tensor | None], again: Again) -> None:
+def consider(call: tuple[Any, ...], backend: str, tensors: Sequence[Tensor | None], again: Again) -> bool:
     """Time a call on all candidates, if its kind is new and the choice is left to ``auto``.
 
     Calls of a compiler, tracer, transform, mode or profiler, and those that a CUDA graph captures, are left alone.
@@ -69,19 +69,24 @@ def consider(call: tuple[Any, ...], backend: str, tensors: Sequence[Tensor | Non
         backend: as the user gave it.
         tensors: those of the call.
         again: makes the call anew.
+
+    Returns:
+        Whether the choice for this kind is final, so that a plan of it may be kept.
     """
     if getattr(_thread, "trial", False) or requested(backend)[0] != "auto":
-        return
+        return True
     given = [x for x in tensors if x is not None]
     if not bypasses_dispatcher(given) or forward_ad._current_level >= 0 or is_captured(given[0]):
-        return
+        return False
     problem = problem_of(*call)
     if not tuned.lacks(problem):
-        return
+        return True
     usual = choose.choose(problem, "auto").forward  # raises where no backend serves the call, as the call itself
     requests = _requests(problem, usual)
-    if len(requests) < 2 or not _busy.acquire(blocking=False):  # another thread's trials: a later call of the kind
-        return
+    if len(requests) < 2:
+        return True
+    if not _busy.acquire(blocking=False):  # another thread's trials; a later call of the kind is timed
+        return False
     try:
         found = _in_clean_thread(given[0], lambda: _trials(problem, usual, requests, tensors, again))
         tuned.keep(problem, found)
@@ -91,6 +96,7 @@ def consider(call: tuple[Any, ...], backend: str, tensors: Sequence[Tensor | Non
             session.kinds.append((problem, found))
         if any(session.verbose for session in active):
             print(f"flashsci.tune: {described(problem)}: {found.text(device_word(problem))}", file=sys.stderr)
+        return True
     finally:
         plans.clear()  # those of trials, and of calls that other threads made meanwhile
         _busy.release()

@@ -60,9 +60,10 @@ def test_both_passes_are_timed_and_the_winner_is_right(form, dtype):
     assert all(0 < x < 0.1 for x in (*times.seconds.values(), *times.forward.values()))
     if "dropout_p" not in options:
         assert torch.equal(torch.cuda.get_rng_state(), state)
-        dout = torch.randn_like(out)
-        judge = Judge(Inputs(*(x.detach() for x in (q, k, v)), dout=dout, **{n: x for n, x in options.items() if n != "causal"}, **({"window": (-1, 0)} if form == "causal" else {})))  # fmt: skip
-        judge.require(evaluate(judge.inputs, "auto"))
+        tensors = {name: x for name, x in options.items() if name != "causal"}
+        tensors |= {name: x.detach() for name, x in zip("qkv", (q, k, v), strict=True)}
+        judge = Judge(Inputs(**tensors, dout=torch.randn_like(out), options={"causal": form == "causal"}))
+        judge.require(evaluate(judge.inputs, "auto", lse=False))
     found = flashsci.explain(q, k, v, **options)
     assert found.evidence.split(": ", 1)[1].startswith("tuned on this GPU")
     won = times.passes
@@ -153,7 +154,7 @@ def test_each_pair_of_passes_serves_a_step_once_it_won(pair, monkeypatch):
     decided = differentiate.gradients
     monkeypatch.setattr(differentiate, "gradients", lambda *x: asked.append(decided(*x)) or asked[-1])
     judge = Judge(Inputs(*(x.detach() for x in (q, k, v)), dout=torch.randn_like(q)))
-    judge.require(evaluate(judge.inputs, "auto"))
+    judge.require(evaluate(judge.inputs, "auto", lse=False))
     flashsci.attention(q, k, v).sum().backward()
     forward, gradients = tuned.passes(pair)
     assert flashsci.explain(q, k, v).chosen == forward

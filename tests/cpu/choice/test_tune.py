@@ -358,7 +358,27 @@ def test_observed_calls_are_left_alone_and_use_kept_winners(clock, monkeypatch):
         assert _left_alone(lambda: flashsci.attention(q, k, v))
     monkeypatch.setattr(tuning, "is_captured", lambda x: True)
     assert _left_alone(lambda: flashsci.attention(q, k, v))
-    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("why", ["captured", "busy", "vmap"])
+def test_a_kind_that_was_left_alone_is_timed_later(why, clock, monkeypatch):
+    """A plan that was made meanwhile does not stand in the way."""
+    q, k, v = rows(2, 4, 8, 16)
+    with flashsci.tune() as session:
+        if why == "captured":
+            with monkeypatch.context() as patch:
+                patch.setattr(tuning, "is_captured", lambda x: True)
+                for _ in range(3):
+                    flashsci.attention(q, k, v)
+        elif why == "busy":
+            with tuning._busy:
+                for _ in range(3):
+                    flashsci.attention(q, k, v)
+        else:
+            torch.vmap(flashsci.attention)(*(x.expand(3, *x.shape) for x in (q, k, v)))
+        assert not session._session.kinds
+        flashsci.attention(q, k, v)
+    assert len(session._session.kinds) == 1
 
 
 def test_a_compiled_call_is_left_alone_and_uses_kept_winners(clock):
