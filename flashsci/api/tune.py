@@ -1,4 +1,4 @@
-"""`flashsci.tune`: the fastest backend for each kind of call on the machine at hand, found by timing the user's own calls."""
+"""`flashsci.tune`: the fastest backend for each kind of call on this machine, found by timing the user's own calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class tune:  # lower case, as torch.no_grad
 
     Wrap one training step. Forward, and forward with backward where gradients are wanted, are timed with the call's own
     tensors. A backend that is more than 2 % faster than the choice of ``auto`` takes its place, in this process and in
-    later ones: times are kept in a file of the machine, by GPU, versions and kernels. Without the context they are read and
-    never measured.
+    later ones: times are kept in a file of the machine, by GPU, versions and kernels. Outside of the context times are
+    read and never measured.
 
     A kind of call is all that ``auto`` decides by: shapes, dtypes, options and the tensors that want gradients. Calls
     that name a backend are not timed, nor are those under ``torch.compile``, a transform of torch.func, a mode, a

@@ -1,6 +1,6 @@
 """The winners of `flashsci.tune`: times of candidates by kind of call, in the process and in a file of the machine.
 
-Rules of flashsci/choice/preferences ask here first. A kind of call is its :class:`Problem`: all that a choice depends on.
+Rules of flashsci/choice/preferences ask here first. A kind of call is its :class:`Problem`, on which a choice depends.
 FLASHSCI_TUNE=0 leaves the file unread.
 """
 
@@ -29,7 +29,7 @@ SWITCH = "FLASHSCI_TUNE"
 MARGIN = 1.02  # a candidate must be faster than the default by this factor
 
 
-def passes(name: str) -> tuple[str, str]:
+def backends_of(name: str) -> tuple[str, str]:
     """The backends of a request that a trial makes: of the forward, and of the gradients."""
     forward, _, gradients = ("cuda" if name == OWN else name).partition("/")
     return forward, gradients or forward
@@ -51,20 +51,20 @@ class Times:
         if not self.seconds:
             return self.default
         fastest = min(self.seconds, key=self.seconds.__getitem__)
-        slowest = self.seconds.get(self.default)
-        return self.default if slowest is not None and slowest <= MARGIN * self.seconds[fastest] else fastest
+        before = self.seconds.get(self.default)
+        return self.default if before is not None and before <= MARGIN * self.seconds[fastest] else fastest
 
     @property
     def passes(self) -> tuple[str, str] | None:
         """The backends of the winner, (forward, gradients); None where rules decide as before."""
         name = self.winner
-        return None if name == self.default else passes(name)
+        return None if name == self.default else backends_of(name)
 
     def label(self, name: str) -> str:
         """A request as a table names it."""
         if name == "auto":
             return f"{self.usual}, gradients by rules"
-        forward, gradients = passes(name)
+        forward, gradients = backends_of(name)
         return forward if forward == gradients else f"{forward}, gradients by {gradients}"
 
     def text(self, device: str) -> str:
@@ -114,9 +114,17 @@ def _without_sizes(p: Problem, kind: str) -> Problem:
     if kind == "gradients":
         p = replace(p, heads_q=1, heads_k=1)
     return replace(
-        p, batch=None, seq_q=None, seq_k=None, sizes_from_data=False, inner_heads=False, bias_summed=False,
-        bias_shape=None if p.bias_shape is None else (), softcap=float(p.softcap > 0), dropout_p=float(p.dropout_p > 0),
-    )  # fmt: skip
+        p,
+        batch=None,
+        seq_q=None,
+        seq_k=None,
+        sizes_from_data=False,
+        inner_heads=False,
+        bias_summed=False,
+        bias_shape=None if p.bias_shape is None else (),
+        softcap=float(p.softcap > 0),
+        dropout_p=float(p.dropout_p > 0),
+    )
 
 
 def _of_gradients(p: Problem) -> Problem:
@@ -127,10 +135,22 @@ def _of_gradients(p: Problem) -> Problem:
         ones = next((i for i, n in enumerate(shape) if n != 1), len(shape))
         shape = () if p.varlen else shape[ones:]
     return replace(
-        p, batch=batch, bias_shape=shape, bias_dtype=None, key_weight_grad=False, alibi_grad=False, sink=False,
-        bias_summed=p.bias_summed and p.bias_grad and not p.varlen, inner_heads=False, ragged_bias=False, return_lse=False, requires_grad=True, given=(),
-        softcap=float(p.softcap > 0), dropout_p=float(p.dropout_p > 0),
-    )  # fmt: skip
+        p,
+        batch=batch,
+        bias_shape=shape,
+        bias_dtype=None,
+        bias_summed=p.bias_summed and p.bias_grad and not p.varlen,
+        key_weight_grad=False,
+        alibi_grad=False,
+        sink=False,
+        inner_heads=False,
+        ragged_bias=False,
+        return_lse=False,
+        requires_grad=True,
+        given=(),
+        softcap=float(p.softcap > 0),
+        dropout_p=float(p.dropout_p > 0),
+    )
 
 
 class Winners:

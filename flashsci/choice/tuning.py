@@ -1,8 +1,8 @@
 """Trials of `flashsci.tune`: the first call of each kind is timed on every candidate.
 
-Entry points call :func:`consider` where they make a plan. Trials run in a thread of their own, which has none of the caller's
-modes: no autocast, no saved-tensor hooks, no transforms. They take detached tensors and a seed of zeros for dropout,
-so that the caller's graph, gradients and random numbers stay as they are.
+Entry points call :func:`consider` where they make a plan. Trials run in a thread of their own, which has none of the
+caller's modes: no autocast, no saved-tensor hooks, no transforms. They take detached tensors and a seed of zeros for
+dropout, so that the caller's graph, gradients and random numbers stay as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,10 +145,9 @@ def _trials(
             if x is not None and original is not None and original.requires_grad:
                 leaves.append(x.requires_grad_())
 
-    def forward(name: str) -> Tensor:
+    def forward(name: str) -> Any:
         found = again(given, name)
-        out: Tensor = found[0] if isinstance(found, tuple) else found
-        return out
+        return found[0] if isinstance(found, tuple) else found
 
     def step(name: str) -> None:
         out = forward(name)
@@ -155,11 +155,10 @@ def _trials(
 
     device = tensors[0].device  # type: ignore[union-attr]
     with torch.set_grad_enabled(problem.requires_grad):
-        alone, unable = timing.measure({name: lambda name=name: forward(name) for name in requests}, device)  # type: ignore[misc]
+        alone, unable = timing.measure({name: partial(forward, name) for name in requests}, device)
         if not problem.requires_grad:
             return tuned.Times(default, usual, alone, unable=unable)
-        able = [name for name in requests if name in alone]
-        both, failed = timing.measure({name: lambda name=name: step(name) for name in able}, device)  # type: ignore[misc]
+        both, failed = timing.measure({name: partial(step, name) for name in alone}, device)
     return tuned.Times(default, usual, both, alone, {**unable, **failed})
 
 
@@ -249,8 +248,8 @@ def _from_environment() -> None:
     asked = os.environ.get(tuned.SWITCH, "")
     if asked not in ("", "0", "1"):
         warnings.warn(
-            f"flashsci: {tuned.SWITCH}={asked!r} is neither '1', to tune this process, nor '0', to leave out the times of "
-            "earlier ones; it is ignored",
+            f"flashsci: {tuned.SWITCH}={asked!r} is neither '1', to tune this process, nor '0', to leave out the times "
+            "of earlier ones; it is ignored",
             stacklevel=2,
         )
     if asked == "1":

@@ -156,7 +156,7 @@ def test_each_pair_of_passes_serves_a_step_once_it_won(pair, monkeypatch):
     judge = Judge(Inputs(*(x.detach() for x in (q, k, v)), dout=torch.randn_like(q)))
     judge.require(evaluate(judge.inputs, "auto", lse=False))
     flashsci.attention(q, k, v).sum().backward()
-    forward, gradients = tuned.passes(pair)
+    forward, gradients = tuned.backends_of(pair)
     assert flashsci.explain(q, k, v).chosen == forward
     assert {found.backend for found in asked} <= {gradients}
     assert tuning.active == []

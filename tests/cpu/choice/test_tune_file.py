@@ -1,4 +1,4 @@
-"""The file of `flashsci.tune`: across processes, damaged, of other machines; the environment variable and the command."""
+"""The file of `flashsci.tune`, across processes, damaged or of other machines; the environment variable, the command."""
 
 from __future__ import annotations
 
