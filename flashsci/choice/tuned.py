@@ -69,6 +69,8 @@ class Times:
 
     def text(self, device: str) -> str:
         """The evidence, as `explain` says it."""
+        if not self.seconds:
+            return f"tuned on this {device}, the default stays: no candidate could be timed"
         order = sorted(self.seconds, key=self.seconds.__getitem__)
         found = "; " if any("," in self.label(name) for name in order) else ", "
         stays = "" if self.passes else ", the default stays"
@@ -302,13 +304,15 @@ def lacks(problem: Problem) -> bool:
 
 
 def keep(problem: Problem, times: Times) -> None:
-    """Keep times in the process and in the file."""
+    """Keep times in the process and in the file; a kind of which no candidate could be timed, in the process alone."""
     found = _winners(problem)
     if found is None:
         return
     device, winners = found
     with _lock:
         winners.add(problem, times)
+    if not times.seconds:
+        return
     key, text = f"{device}, {_software()}", written(problem)
 
     def changed(entries: dict[str, Any]) -> dict[str, Any]:

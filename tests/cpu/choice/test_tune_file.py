@@ -1,4 +1,4 @@
-"""The file of `flashsci.tune`, across processes, damaged or of other machines; the environment variable, the command."""
+"""The file of `flashsci.tune`: across processes, damaged, of other machines; FLASHSCI_TUNE and the command."""
 
 from __future__ import annotations
 
@@ -116,6 +116,13 @@ def test_a_folder_that_cannot_be_written_is_named(machine, monkeypatch, tmp_path
     with pytest.warns(UserWarning, match="cannot be kept in .*they hold for this process. Set FLASHSCI_CACHE"):
         tuned.keep(PROBLEM, TIMES)
     assert tuned.find("calls", PROBLEM)[0] == ("triton",)
+
+
+def test_a_later_process_times_a_kind_of_which_nothing_could_be_timed(machine):
+    q, nothing = torch.randn(2, 4, 8, 16), replace(TIMES, seconds={})
+    tuned.keep(PROBLEM, nothing)
+    assert not machine.exists() and not tuned.lacks(PROBLEM)
+    assert "tuned on this CPU, the default stays: no candidate could be timed" in flashsci.explain(q, q, q).evidence
 
 
 def test_clear_forgets_the_process_and_the_file(machine):
