@@ -220,7 +220,7 @@ def table(session: Session) -> str:
     if not found:
         return "flashsci.tune: no new kind of call was timed"
     columns = len(HEADER) if any(row[-1] for row in found) else len(HEADER) - 1
-    title = f"flashsci.tune: {len(found)} kinds of call, kept in {tuned.path()}"
+    title = f"flashsci.tune: kinds of call timed: {len(found)}, kept in {tuned.path()}"
     lines = [row[:columns] for row in (HEADER, *found)]
     try:
         from rich.console import Console
@@ -235,7 +235,7 @@ def table(session: Session) -> str:
     console = Console(width=200, color_system=None)
     with console.capture() as captured:
         console.print(drawn)
-    return captured.get().rstrip()
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def report(session: Session) -> None:
