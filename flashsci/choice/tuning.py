@@ -63,7 +63,8 @@ def stop(session: Session) -> None:
 def consider(call: tuple[Any, ...], backend: str, tensors: Sequence[Tensor | None], again: Again) -> bool:
     """Time a call on all candidates, if its kind is new and the choice is left to ``auto``.
 
-    Calls of a compiler, tracer, transform, mode or profiler, and those that a CUDA graph captures, are left alone.
+    Calls of a compiler, tracer, transform, mode or profiler, and those that a CUDA graph captures, are left alone. So are
+    calls with gradients inside a backward pass: theirs would wait for a thread of autograd that waits for them.
 
     Args:
         call: the arguments of :func:`problem_of`.
@@ -82,6 +83,8 @@ def consider(call: tuple[Any, ...], backend: str, tensors: Sequence[Tensor | Non
     problem = problem_of(*call)
     if not tuned.lacks(problem):
         return True
+    if problem.requires_grad and torch._C._current_graph_task_id() >= 0:
+        return False
     usual = choose.choose(problem, "auto").forward  # raises where no backend serves the call, as the call itself
     requests = _requests(problem, usual)
     if len(requests) < 2:
@@ -89,6 +92,8 @@ def consider(call: tuple[Any, ...], backend: str, tensors: Sequence[Tensor | Non
     if not _busy.acquire(blocking=False):  # another thread's trials; a later call of the kind is timed
         return False
     try:
+        if not tuned.lacks(problem):  # another thread was faster
+            return True
         found = _in_clean_thread(given[0], lambda: _trials(problem, usual, requests, tensors, again))
         tuned.keep(problem, found)
         choose.forget()

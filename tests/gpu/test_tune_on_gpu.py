@@ -117,6 +117,17 @@ def test_candidates_without_memory_are_listed_and_the_step_goes_on(monkeypatch):
     assert times.unable["sdpa"].startswith("OutOfMemoryError: ") and q.grad is not None
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_step_ends(reentrant):
+    """A call inside a backward pass does not wait for the thread of autograd that makes it."""
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = rows(2, 8, 256, 64)
+    with flashsci.tune() as session:
+        checkpoint(flashsci.attention, q, k, v, use_reentrant=reentrant).sum().backward()
+    assert [problem.requires_grad for problem, _ in session._session.kinds] == [not reentrant]
+
+
 def test_trials_leave_no_memory_behind():
     q, k, v = rows(2, 8, 512, 64)
     flashsci.attention(q, k, v, backend="triton").sum().backward()

@@ -402,6 +402,19 @@ def test_a_compiled_call_is_left_alone_and_uses_kept_winners(clock):
     assert "triton|rules" not in before and "triton" in inside and inside == after
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_pass_does_not_wait_for_trials(reentrant, clock):
+    """A trial with gradients needs the threads of autograd, one of which may be making this call."""
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = rows(2, 4, 8, 16, gradients=True)
+    with flashsci.tune() as session:
+        checkpoint(flashsci.attention, q, k, v, use_reentrant=reentrant).sum().backward()
+        assert [problem.requires_grad for problem, _ in session._session.kinds] == [not reentrant]
+        flashsci.attention(q, k, v)
+    assert session._session.kinds[-1][0].requires_grad and len(session._session.kinds) == 1 + reentrant
+
+
 def test_paged_and_8_bit_calls_are_timed(clock, monkeypatch):
     monkeypatch.setattr(tuning, "_requests", lambda problem, usual: [usual, "triton"])
     clock["triton"] = 1e-6
