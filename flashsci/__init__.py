@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flashsci.api.quantization import Quantized, quantize
     from flashsci.api.residual import residual_attention
     from flashsci.api.sdpa import sdpa
+    from flashsci.api.tune import tune
     from flashsci.api.varlen import varlen_attention
     from flashsci.choice.backends import use_backend
     from flashsci.choice.explanation import Explanation
@@ -42,6 +43,7 @@ _HOME = {
     "Quantized": "flashsci.api.quantization",
     "quantize": "flashsci.api.quantization",
     "residual_attention": "flashsci.api.residual",
+    "tune": "flashsci.api.tune",
 }
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "quantize",
     "residual_attention",
     "sdpa",
+    "tune",
     "use_backend",
     "varlen_attention",
     "write_kv_cache",

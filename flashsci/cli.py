@@ -1,10 +1,12 @@
-"""The command line: `backends`, `check`, `bench`, `models`, `report`, `env`. (`env` also runs without this module
+"""The command line: `backends`, `check`, `tune`, `bench`, `models`, `report`, `env`. (`env` also runs without this module
 where packages are missing: flashsci/env.py.)"""
 
 from __future__ import annotations
 
+import runpy
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -13,6 +15,7 @@ from rich.table import Table
 
 from flashsci import limits
 from flashsci.call.problem import Problem
+from flashsci.choice import tuning
 from flashsci.choice.backends import BACKENDS
 from flashsci.console import run, wide_console
 
@@ -232,6 +235,28 @@ def models(context: typer.Context) -> None:
 def report(context: typer.Context) -> None:
     """Show benchmark records as tables and plots (in a clone of the repository)."""
     raise typer.Exit(_benchmarks(["report", *context.args]))
+
+
+@app.command(context_settings={**_PASSED_ON, "allow_interspersed_args": False, "help_option_names": ["--help"]})
+def tune(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A Python file; all that follows are its own arguments.")],
+    verbose: Annotated[bool, typer.Option(help="Print a line for each kind of call when it has been timed.")] = False,
+) -> None:
+    """Run a script, and keep the fastest backend on this machine for each kind of call that it makes."""
+    if not Path(script).is_file():
+        raise typer.BadParameter(
+            f"there is no file {script!r}; give a script: python -m flashsci tune train.py --epochs 1"
+        )
+    session = tuning.Session(verbose)
+    sys.argv = [script, *context.args]
+    sys.path[0] = str(Path(script).resolve().parent)
+    tuning.start(session)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        tuning.stop(session)
+        tuning.report(session)
 
 
 @app.command(context_settings=_PASSED_ON)

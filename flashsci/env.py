@@ -19,14 +19,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashsci import cached
 from flashsci.limits import about_gpu, about_version
 from flashsci.versions import newer
 
 #: Environment variables that change what flashsci, Triton or CUDA do.
 VARIABLES = (
     "FLASHSCI_BACKEND",
+    "FLASHSCI_CACHE",
     "FLASHSCI_FA3",
     "FLASHSCI_FIRST_CHECK",
+    "FLASHSCI_TUNE",
     "FA_ARCHS",
     "FA_TILE_PRESET",
     "TRITON_INTERPRET",
@@ -192,6 +195,11 @@ def backends() -> list[Part]:
     return findings
 
 
+def kept() -> list[Part]:
+    path = cached.folder() / "tuned.json"
+    return [Part("times of tune", str(path) if path.is_file() else f"none: there is no {path}")]
+
+
 def variables() -> list[Part]:
     return [Part(name, os.environ[name]) for name in VARIABLES if name in os.environ]
 
@@ -205,6 +213,7 @@ PROBES: tuple[Callable[[], list[Part]], ...] = (
     compilers,
     extras,
     backends,
+    kept,
     variables,
 )
 

@@ -248,7 +248,7 @@ def page() -> str:
         "Where no kernel of flashsci has run on a kind of GPU, the first call that `cuda` serves there compares one small problem of",
         "each family of its kernels with fp64. This takes less than a second, once per machine. A family that fails is",
         "named in a warning; please report it. `FLASHSCI_FIRST_CHECK=0` in the environment leaves the check out. Its outcome is",
-        "kept in `~/.cache/flashsci`, or under `XDG_CACHE_HOME`. `python -m flashsci check` examines everything, in minutes.",
+        "kept in `~/.cache/flashsci`, under `XDG_CACHE_HOME`, or in the folder `FLASHSCI_CACHE`. `python -m flashsci check` examines everything, in minutes.",
         "",
         "## By version",
         "",

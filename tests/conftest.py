@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import zlib
 
 import pytest
@@ -13,6 +14,9 @@ import flashsci
 
 flashsci.attention  # noqa: B018  (binds every public name, before a test hides the package's files)
 os.environ.pop("FLASHSCI_BACKEND", None)
+os.environ["FLASHSCI_TUNE"] = "0"  # times of this machine decide no test
+CACHE = tempfile.TemporaryDirectory(prefix="flashsci-tests-")
+os.environ["FLASHSCI_CACHE"] = CACHE.name
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():

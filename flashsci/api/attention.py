@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from flashsci.call.torch_state import (
     sizes_from_data,
     tracer_paused,
 )
-from flashsci.choice import backends
+from flashsci.choice import backends, tuning
 from flashsci.choice.backends import ATTENTION
 from flashsci.choice.choose import decide
 
@@ -246,7 +246,12 @@ def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: s
         rounds_products(q.dtype),
     )
     plan = plans.get(key)
-    return keep(key, _make_plan(given, options, needs_grad, backend)) if plan is None else plan
+    if plan is not None:
+        return plan
+    again = functools.partial(_again, options)
+    if tuning.active and not tuning.consider(describe(given, options, needs_grad), backend, given, again):
+        return _make_plan(given, options, needs_grad, backend)
+    return keep(key, _make_plan(given, options, needs_grad, backend))
 
 
 def _make_plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str) -> Plan:
@@ -260,6 +265,13 @@ def _make_plan(given: Dense, options: arguments.Options, needs_grad: bool, backe
     rank = q.dim() if equal and len(ranks) > 1 else None
     module = backends.LOADED[ATTENTION][choice.forward]
     return Plan(choice, module, options.scalars(q.shape[-1]), leading, rank)
+
+
+def _again(options: arguments.Options, given: Sequence[Tensor | None], backend: str) -> Any:
+    """The call of a plan, with other tensors of the same kind and a seed of zeros."""
+    tensors: dict[str, Any] = dict(zip(Dense._fields, given, strict=True))
+    seed = tensors["q"].new_zeros(2, dtype=torch.int64) if options.dropout_p else None
+    return attention(**tensors, dropout_seed=seed, **options.keywords(), backend=backend)
 
 
 def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
 from flashsci.call.kinds import SCALE
 from flashsci.call.problem import facts
 from flashsci.call.torch_state import count_flops, hides_sizes
-from flashsci.choice import backends
+from flashsci.choice import backends, tuning
 from flashsci.choice.choose import decide
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
@@ -36,6 +38,8 @@ class FP8Options(NamedTuple):
 def dense(q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments.Options, backend: str) -> Any:
     """`flashsci.attention` of 8-bit floats: out, or with return_lse (out, lse)."""
     call = describe(q, k, v, given, options)
+    if not torch.compiler.is_compiling() and tuning.active:
+        tuning.consider(call, backend, (q, k, v, *given[:3]), functools.partial(_dense_again, given, options))
     choice = decide(backends.FP8, call, backend)
     count_flops()
     leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
@@ -45,6 +49,22 @@ def dense(q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments
         out = out.unflatten(0, leading[:-1])
         lse = lse.unflatten(0, leading[:-1]) if options.return_lse else lse
     return (out, lse) if options.return_lse else out
+
+
+def _rescaled(given: FP8Options, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> FP8Options:
+    return given._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+
+
+def _there(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
+def _dense_again(given: FP8Options, options: arguments.Options, tensors: Sequence[Tensor | None], backend: str) -> Any:
+    """The same call of other tensors: q, k, v and their scales."""
+    q, k, v, *scales = tensors
+    scaled = _rescaled(given, *scales)
+    return dense(_there(q), _there(k), _there(v), scaled, options, backend)
 
 
 def as_kernels_take_them(
@@ -77,12 +97,28 @@ def packed(
     if arguments.contents_are_seen(cu_seqlens[0], validate):
         arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens[0], q.shape[0], longest[0])
         arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens[1], k.shape[0], longest[1])
+    if not torch.compiler.is_compiling() and tuning.active:
+        every = (q, k, v, *cu_seqlens, *given[:3])
+        tuning.consider(call, backend, every, functools.partial(_packed_again, longest, given, options))
     choice = decide(backends.FP8, call, backend)
     count_flops()
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     out, lse = _run(choice.forward, q, k, v, given[:3], *cu_seqlens, options, *longest, given.out_dtype)
     out = out.transpose(0, 1)
     return (out, lse) if options.return_lse else out
+
+
+def _packed_again(
+    longest: tuple[int | None, int | None],
+    given: FP8Options,
+    options: arguments.Options,
+    tensors: Sequence[Tensor | None],
+    backend: str,
+) -> Any:
+    """The same call of other tensors: q, k, v, their offsets and their scales."""
+    q, k, v, first, second = map(_there, tensors[:5])
+    scaled = _rescaled(given, *tensors[5:])
+    return packed(q, k, v, (first, second), longest, scaled, options, False, backend)
 
 
 def describe(

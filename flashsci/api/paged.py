@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from operator import is_
 from types import NoneType
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from flashsci.call.paged_ops import FP8, PagedScalars, PagedTensors
 from flashsci.call.plans import grad_enabled, gradients, keep, plans, signature
 from flashsci.call.problem import facts
 from flashsci.call.torch_state import count_flops, modes, transforming_eagerly
-from flashsci.choice import backends
+from flashsci.choice import backends, tuning
 from flashsci.choice.backends import PAGED
 from flashsci.choice.choose import decide, decide_write
 from flashsci.errors import BackendError
@@ -143,13 +144,24 @@ def _plan(
         kept: _Plan | None = plans.get(key)
         if kept is not None and not modes():
             return kept
-    choice = decide(PAGED, describe(given, out, max_seqlen_q, options), backend)
+    call = describe(given, out, max_seqlen_q, options)
+    if not torch.compiler.is_compiling() and tuning.active:
+        again = functools.partial(_again, max_seqlen_q, options)
+        key = key if tuning.consider(call, backend, given, again) else None
+    choice = decide(PAGED, call, backend)
     count_flops()
     scalars = scalars_of(given.q, max_seqlen_q, options)
     plan = _Plan(choice.forward, scalars, all(map(is_, given, as_kernels_take_them(given))))
     if key is not None:
         keep(key, plan)
     return plan
+
+
+def _again(max_seqlen_q: int | None, options: arguments.Options, given: Sequence[Tensor | None], backend: str) -> Any:
+    """The call of a plan, with other tensors of the same kind and an output of its own."""
+    tensors: dict[str, Any] = dict(zip(PagedTensors._fields, given, strict=True))
+    shared = {name: x for name, x in options.keywords().items() if name in ("window", "scale", "softcap", "return_lse")}
+    return paged_attention(**tensors, max_seqlen_q=max_seqlen_q, causal=False, **shared, backend=backend)
 
 
 def scalars_of(q: Tensor, max_seqlen_q: int | None, options: arguments.Options) -> PagedScalars:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from flashsci.call.torch_state import (
     rounds_products,
     tracer_paused,
 )
-from flashsci.choice import backends
+from flashsci.choice import backends, tuning
 from flashsci.choice.backends import ATTENTION
 from flashsci.choice.choose import decide, recorded_reference
 
@@ -246,7 +247,22 @@ def _plan(
         rounds_products(given.q.dtype),
     )
     plan = plans.get(key)
-    return keep(key, make()) if plan is None else plan
+    if plan is not None:
+        return plan
+    again = functools.partial(_again, longest, options)
+    if tuning.active and not tuning.consider(describe(given, options, needs_grad), backend, given, again):
+        return make()
+    return keep(key, make())
+
+
+def _again(
+    longest: tuple[int | None, int | None], options: arguments.Options, given: Sequence[Tensor | None], backend: str
+) -> Any:
+    """The call of a plan, with other tensors of the same kind and a seed of zeros."""
+    tensors: dict[str, Any] = dict(zip(Packed._fields, given, strict=True))
+    tensors["max_seqlen_q"], tensors["max_seqlen_k"] = longest
+    seed = tensors["q"].new_zeros(2, dtype=torch.int64) if options.dropout_p else None
+    return varlen_attention(**tensors, dropout_seed=seed, **options.keywords(), backend=backend)
 
 
 _FIELDS = fields(Packed)

@@ -336,6 +336,12 @@ class Options(NamedTuple):
         left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
         return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision)
 
+    def keywords(self) -> dict[str, Any]:
+        """The arguments of an entry point that give these options."""
+        left, right = (None if n < 0 else n for n in self[:2])
+        window = None if left is None and right is None else (left, right)
+        return {"window": window, **{name: x for name, x in self._asdict().items() if name in SHARED}}
+
     def check(self) -> None:
         """Raise ValueError for values that do not fit."""
         if self.align not in ALIGNMENTS:

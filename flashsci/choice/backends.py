@@ -117,7 +117,10 @@ EAGER = Backend("eager", "flashsci.backends.eager")
 #: The reference's packed calls where a compiler or tracer records them.
 RECORDED = Backend("reference:packed", "flashsci.backends.reference_packed")
 
-_OTHERS = {**GENERATIONS, EAGER.name: EAGER, RECORDED.name: RECORDED, OWN: BACKENDS["cuda"]}
+#: Requests of `flashsci.tune` for the forward of one backend with the gradients of another: "cuda/triton".
+PAIRS = {f"{forward}/{other}": BACKENDS[forward] for forward, other in (("cuda", "triton"), ("triton", "cuda"))}
+
+_OTHERS = {**GENERATIONS, **PAIRS, EAGER.name: EAGER, RECORDED.name: RECORDED, OWN: BACKENDS["cuda"]}
 
 #: All names of requests but "auto".
 REQUESTS = (*BACKENDS, *GENERATIONS, OWN, EAGER.name)
@@ -160,7 +163,7 @@ override = _Override()
 
 def check_name(name: str) -> str:
     """The name of a request, if there is such a backend."""
-    if name not in ("auto", *BACKENDS, *REQUESTS):  # BACKENDS may have grown
+    if name not in ("auto", *BACKENDS, *REQUESTS, *PAIRS):  # BACKENDS may have grown
         known = ", ".join(repr(n) for n in ("auto", *BACKENDS, EAGER.name))
         raise ValueError(f"unknown backend {name!r}; known backends: {known}")
     return name

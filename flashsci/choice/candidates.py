@@ -31,12 +31,12 @@ def candidates(problem: Problem, name: str, strict: bool) -> tuple[str, ...]:
     """The backends to try, in order, for a request."""
     if name == "auto":
         order = rule_of(problem).order
-        return tuple(n for n in order if _may_choose(n, problem))
+        return tuple(n for n in order if may_choose(n, problem))
     absent = name == "cuda" and not strict and find(name).unavailable() is not None
     return (name, "triton") if absent else (name,)
 
 
-def _may_choose(name: str, p: Problem) -> bool:
+def may_choose(name: str, p: Problem) -> bool:
     """Whether ``auto`` may take a backend that can serve a call.
 
     Without a request, float32 stays float32, and memory stays proportional to the call's own tensors.
@@ -46,6 +46,21 @@ def _may_choose(name: str, p: Problem) -> bool:
     has_tf32 = p.capability is not None and p.capability >= (8, 0)
     rounded = has_tf32 and p.precision != "tf32" and rounds_products(p.dtype)
     return not rounded and (name != "eager" or may_hold_scores(p))
+
+
+def comparable(problem: Problem, chosen: str) -> list[str]:
+    """The backends that `flashsci.tune` compares with the one that ``auto`` chose: each as accurate and as small in memory
+    as ``auto`` asks for, and able to serve the call."""
+    left_out = preferences.untimed(problem)
+
+    def fits(name: str) -> bool:
+        if name == chosen:
+            return True
+        # The reference holds every score, as eager does.
+        allowed = may_choose("eager" if name == "reference" else name, problem)
+        return allowed and name not in left_out and rejects(name, problem) is None
+
+    return [name for name in preferences.KNOWN if fits(name)]
 
 
 def may_hold_scores(p: Problem) -> bool:

@@ -73,6 +73,11 @@ def choose(problem: Problem, name: str, strict: bool = False) -> Choice:
     return found
 
 
+def forget() -> None:
+    """Drop all cached choices: the times behind them have changed."""
+    _choices.clear()
+
+
 #: In the place of a backend: no kernels of this kind; the call is computed from parts.
 PARTS = ""
 HAVE_RESIDUAL = ("auto", "triton")  # the requests that kernels of residual attention may serve

@@ -62,6 +62,11 @@ def _gradients_of(
     return found.backend
 
 
+def forget() -> None:
+    """Drop all cached choices: the times behind them have changed."""
+    _gradients_of.cache_clear()
+
+
 def backward(choice: Choice, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight of a call, by the kernels that should compute them."""
     module, name = sharing(choice), choice.usual

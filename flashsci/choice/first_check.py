@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashsci import cached
 from flashsci.backends import cuda
 from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors
 from flashsci.call.paged_ops import PagedScalars, PagedTensors
@@ -200,14 +201,17 @@ def key(gpu: str) -> str:
 
 
 def cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashsci" / "first_check.json"
+    return cached.folder() / "first_check.json"
 
 
 def remembered(key: str, check: Callable[[], dict[str, str]]) -> dict[str, str]:
     """The outcome for a key, from the cache of the machine if it is there. Without a cache the check runs in every
     process."""
     path = cache()
-    known = _entries(path).get(key)
+    try:
+        known = cached.entries(path).get(key)
+    except ValueError:  # a damaged file, which is written anew
+        known = None
     if isinstance(known, dict) and isinstance(known.get("failures"), dict):
         outcome: dict[str, str] = known["failures"]
         return outcome
@@ -215,21 +219,11 @@ def remembered(key: str, check: Callable[[], dict[str, str]]) -> dict[str, str]:
     failures = check()
     entry = {"failures": failures, "seconds": round(time.monotonic() - start, 2)}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(_entries(path) | {key: entry}, indent=1), encoding="utf-8")
-        part.replace(path)  # whole files only, whoever else writes
+        cached.update(path, lambda entries: entries | {key: entry})
     except OSError as error:  # the next process checks again
         warnings.warn(
-            f"flashsci: the first check of this GPU cannot be kept in {path} ({error}); set XDG_CACHE_HOME",
+            f"flashsci: the first check of this GPU cannot be kept in {path} ({error}); "
+            f"set {cached.FOLDER} or XDG_CACHE_HOME to a folder that can be written",
             stacklevel=2,
         )
     return failures
-
-
-def _entries(path: Path) -> dict[str, object]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

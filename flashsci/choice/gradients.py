@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from flashsci.call.problem import Problem
 from flashsci.choice import preferences
-from flashsci.choice.backends import BACKENDS, FORWARD_OF_CUDA, OWN, find, kernels
+from flashsci.choice.backends import BACKENDS, FORWARD_OF_CUDA, OWN, PAIRS, find, kernels
 
 #: In the place of a backend's name: rules choose whose gradients.
 BY_RULES = "rules"
@@ -52,6 +52,9 @@ def named(name: str) -> Choice:
     """The choice that a request by name is, where that backend can serve the call."""
     if name == OWN:
         return Choice("cuda", "cuda")
+    if name in PAIRS:
+        forward, _, other = name.partition("/")
+        return Choice(forward, other)
     if name in FORWARD_OF_CUDA and name != "cuda:sm90":  # which is to be judged by its own gradients
         return Choice(name, BY_RULES)
     return Choice(name, name)

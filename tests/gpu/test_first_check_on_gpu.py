@@ -27,7 +27,7 @@ print(json.dumps(list(json.loads(first_check.cache().read_text()).values())))
 def test_a_call_on_a_gpu_that_nobody_has_checked(tmp_path):
     if cuda.unavailable() is not None:
         pytest.skip(cuda.unavailable())
-    environ = {k: v for k, v in os.environ.items() if k != "FLASHSCI_FIRST_CHECK"} | {"XDG_CACHE_HOME": str(tmp_path)}
+    environ = {k: v for k, v in os.environ.items() if k != "FLASHSCI_FIRST_CHECK"} | {"FLASHSCI_CACHE": str(tmp_path)}
     found = []
     for _ in range(2):
         command = [sys.executable, "-W", "error::UserWarning:flashsci", "-c", PROGRAM]

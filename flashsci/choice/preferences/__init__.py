@@ -1,7 +1,8 @@
 """The order in which ``auto`` tries backends: rules as data, read from tables of measured records.
 
 A rule holds conditions on named features of a call (:func:`features`) and an order of backends; the first rule whose
-conditions hold decides. Rules come from three places, in this order:
+conditions hold decides. A winner of :func:`flashsci.tune` for exactly this kind of call comes before all rules. Rules come
+from three places, in this order:
 
 - the table of the file that ``FLASHSCI_PREFERENCES`` names, for GPUs of its compute capability;
 - the table of the GPU's compute capability (``sm90.json``, ...), or of the nearest of the same major one:
@@ -22,12 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from flashsci.call.problem import Problem
+from flashsci.choice import tuned
 
 FOLDER = Path(__file__).parent
 KINDS = (
     "calls",
     "gradients",
 )  # the backend of a call; that of the gradients of a call that cuda or triton computed
+#: The backends that ``auto`` may choose.
+KNOWN = ("reference", "sdpa", "eager", "triton", "cuda")
+TUNED = "tuned"  # in the place of a table's name: times on this machine
 
 #: For numbers a rule gives a range, for other features the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")
@@ -125,6 +130,8 @@ class Rule:
 
     def cited(self) -> str:
         """Its evidence, and the place where it is written."""
+        if self.table == TUNED:
+            return self.evidence
         return f"{self.evidence} (preferences/{self.table}.json: {self.text()})"
 
 
@@ -195,8 +202,8 @@ def read(path: Path) -> Table:
 
 
 def _check(path: Path, rule: Rule) -> None:
-    known = "auto has reference, sdpa, eager, triton and cuda"
-    unknown = set(rule.order) - {"reference", "sdpa", "eager", "triton", "cuda"}
+    known = f"auto has {', '.join(KNOWN[:-1])} and {KNOWN[-1]}"
+    unknown = set(rule.order) - set(KNOWN)
     if unknown or not rule.order:
         raise ValueError(f"{path}: an order of {list(rule.order)}; {known}")
     for name, wanted in rule.when.items():
@@ -238,7 +245,24 @@ def _nearest(capability: tuple[int, int]) -> str | None:
 def find(kind: str, problem: Problem, generation: int = 0, forward: str = "") -> Rule:
     """The rule that decides a call ("calls"), or the backend of its gradients ("gradients")."""
     found = features(problem, generation, forward)
-    return first(tables(problem.capability), kind, found)
+    rule = first(tables(problem.capability), kind, found)
+    times = tuned.find(kind, problem, forward)
+    if times is None:
+        return rule
+    winners, evidence = times
+    order = tuple(dict.fromkeys((*winners, *rule.order)))
+    if not winners:
+        evidence = f"{evidence}; {rule.cited()}"
+    return replace(rule, when={}, order=order, evidence=evidence, table=TUNED)
+
+
+def untimed(problem: Problem) -> set[str]:
+    """The backends whose kernels no record times for such a call."""
+    return _untimed(tables(problem.capability), features(problem))
+
+
+def _untimed(asked: Sequence[Table], found: dict[str, Any]) -> set[str]:
+    return {n for table in asked for r in table.untimed if r.holds(found) for n in r.order}
 
 
 def first(asked: Sequence[Table], kind: str, found: dict[str, Any]) -> Rule:
@@ -249,7 +273,7 @@ def first(asked: Sequence[Table], kind: str, found: dict[str, Any]) -> Rule:
     rule = next(rule for table in asked for rule in getattr(table, kind) if rule.holds(found))
     if found["forward"] == "cuda":
         return rule
-    untimed = {n for table in asked for r in table.untimed if r.holds(found) for n in r.order}
-    if untimed.isdisjoint(rule.order):
+    left_out = _untimed(asked, found)
+    if left_out.isdisjoint(rule.order):
         return rule
-    return replace(rule, order=tuple(name for name in rule.order if name not in untimed))
+    return replace(rule, order=tuple(name for name in rule.order if name not in left_out))

@@ -31,3 +31,29 @@ def test_a_repeated_call_is_short(form, gradients):
     call()  # imports the launcher
     counted = [frames(call, launches()) for _ in range(2)]
     assert len(counted[1]) <= (WITH_GRADIENTS if gradients else MOST), counted[1]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_repeated_call_is_as_short_when_it_was_tuned(inside, monkeypatch):
+    """Tuning costs a kind of call nothing once it has been timed, inside of the context too."""
+    from flashsci.choice import timing, tuning
+
+    def measure(calls, device):
+        for call in calls.values():
+            call()
+        return {name: 1.0 - (name == "triton") / 2 for name in calls}, {}
+
+    monkeypatch.setattr(timing, "measure", measure)
+    call = partial(flashsci.attention, *(torch.randn(1, 2, 16, 16) for _ in range(3)))
+    with flashsci.tune() as session:
+        call()
+        if inside:
+            call()
+            counted = frames(call, launches())
+    assert "triton" in session.table() and not tuning.active
+    if not inside:
+        for _ in range(2):  # the plan, and its repeat
+            call()
+        counted = frames(call, launches())
+    flashsci.tune.clear()
+    assert len(counted) <= MOST, counted

@@ -72,6 +72,7 @@ def ampere(monkeypatch, tmp_path):
     """A GPU that torch pretends to see, with a cache of its own; the checks that ran."""
     ran = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("FLASHSCI_CACHE", raising=False)
     monkeypatch.delenv(first_check.SWITCH, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: AMPERE)
@@ -127,7 +128,7 @@ def test_a_damaged_cache_is_written_anew(ampere, content):
 def test_a_cache_that_cannot_be_written_is_named(ampere, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="cannot be kept in .*set XDG_CACHE_HOME"):
+    with pytest.warns(UserWarning, match="cannot be kept in .*set FLASHSCI_CACHE or XDG_CACHE_HOME"):
         first_check.look(AMPERE)
     assert len(ampere.ran) == 1
 
