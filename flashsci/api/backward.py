@@ -21,6 +21,7 @@ from flashsci.call.ops import (
     Tensors,
     with_rank,
 )
+from flashsci.call.row_pitch import whole_rows
 from flashsci.call.torch_state import is_recorded, transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.backends import ATTENTION
@@ -158,6 +159,8 @@ def attention_backward(
         q, k, v, kernel_bias, kernel_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
         alibi_slopes,
     ).inner_contiguous()  # fmt: skip
+    if module.FUSED:
+        tensors = whole_rows(tensors)
     scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
     need = NEED_Q | NEED_K | NEED_V | (0 if bias is None else NEED_BIAS)
     need |= 0 if key_weight is None else NEED_KEY_WEIGHT

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashsci.call import bias_copy, repeats
+from flashsci.call import bias_copy, repeats, row_pitch
 from flashsci.call.ops import Given, Saved, Scalars, Tensors, unobserved, with_inner_keys, with_rank
 from flashsci.call.torch_state import casts_to, rounds_products, transforming
 from flashsci.call.transforms import wanted
@@ -62,6 +62,7 @@ class Plan:
         "_copied",
         "_forward",
         "_leaves_bias",
+        "_ragged",
         "as_given",
         "choice",
         "leading",
@@ -85,6 +86,7 @@ class Plan:
         self.rank = rank
         self.as_given = False  # whether kernels are known to take these tensors without a copy
         self._leaves_bias: bool | None = None  # whether kernels take it as it is
+        self._ragged: bool | None = None  # whether rows of its bias or mask begin anywhere, and are copied
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
         self._forward: Run | None = None
         self._backwards: dict[tuple[Any, ...], Any] = {}
@@ -111,10 +113,15 @@ class Plan:
             # A copy that the gradients need as well is made here, for both.
             strided = rows.has_strided_bias() and hasattr(self.module, "takes_bias")
             self._leaves_bias = strided and self.module.takes_bias(rows, self.scalars, needs_grad)
-            if rows.has_strided_bias():
+            if rows.has_strided_bias() or row_pitch.ragged_bias(rows):
                 self._copied = bias_copy.choose(rows)
         copied = self._copied if direct else with_inner_keys
         given = rows if self._leaves_bias else rows.inner_contiguous(copied)
+        if self._ragged is None:
+            self._ragged = row_pitch.ragged_bias(given) or row_pitch.ragged_mask(given)
+        if self._ragged:
+            of_mask = bias_copy.choose_for(given.mask) if direct else with_inner_keys
+            given = row_pitch.whole_rows(given, copied, of_mask)
         self.as_given = given is tensors
         return given
 

@@ -120,13 +120,13 @@ class DensePlan:
             self.bias_shape, stride, itemsize = bias
             bias_strides = plane_strides(self.bias_shape, stride, ragged)
             bias_kind = PLANE.value if ragged or bias_strides[3] != 0 else KEY.value
-            bias_vector = plane_vector(bias_strides, self.size_k, itemsize, self.varlen)
+            bias_vector = plane_vector(bias_strides, self.size_k, itemsize, self.varlen, not wide)
             self.bias_total = self.bias_shape[-1] if ragged else 0
         if mask is not None:
             shape, stride = mask
             mask_strides = plane_strides(shape, stride, False)
             mask_kind = PLANE.value if mask_strides[3] != 0 else KEY.value
-            mask_vector = plane_vector(mask_strides, self.size_k, 1, self.varlen)
+            mask_vector = plane_vector(mask_strides, self.size_k, 1, self.varlen, not wide)
 
         self.bias_mask = PLANE.value in (bias_kind, mask_kind)
         self.width = max(d0 + d1, v0 + v1)
