@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from flashsci.call import bias_copy, repeats, row_pitch
 from flashsci.call.ops import Given, Saved, Scalars, Tensors, unobserved, with_inner_keys, with_rank
-from flashsci.call.torch_state import casts_to, rounds_products, transforming
+from flashsci.call.torch_state import casts_to, is_traced, rounds_products, transforming
 from flashsci.call.transforms import wanted
 from flashsci.choice import backends, differentiate
 from flashsci.choice.gradients import Choice
@@ -86,7 +86,7 @@ class Plan:
         self.rank = rank
         self.as_given = False  # whether kernels are known to take these tensors without a copy
         self._leaves_bias: bool | None = None  # whether kernels take it as it is
-        self._ragged: bool | None = None  # whether rows of its bias or mask begin anywhere, and are copied
+        self._ragged: tuple[bool, bool] | None = None  # whether bias and mask are copied for their rows
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
         self._forward: Run | None = None
         self._backwards: dict[tuple[Any, ...], Any] = {}
@@ -117,12 +117,14 @@ class Plan:
                 self._copied = bias_copy.choose(rows)
         copied = self._copied if direct else with_inner_keys
         given = rows if self._leaves_bias else rows.inner_contiguous(copied)
-        if self._ragged is None:
-            self._ragged = row_pitch.ragged_bias(given) or row_pitch.ragged_mask(given)
-        if self._ragged:
+        ragged = self._ragged
+        if ragged is None:
+            ragged = row_pitch.ragged(given)
+            self._ragged = None if is_traced() else ragged
+        if ragged[0] or ragged[1]:
             of_mask = bias_copy.choose_for(given.mask) if direct else with_inner_keys
-            given = row_pitch.whole_rows(given, copied, of_mask)
-        self.as_given = given is tensors
+            given = row_pitch.whole_rows(given, copied, of_mask, ragged)
+        self.as_given = given is tensors and self._ragged is not None
         return given
 
     def prepared(self, tensors: Given) -> Run:

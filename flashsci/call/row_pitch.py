@@ -75,20 +75,25 @@ def padded(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -keys % (16 // x.element_size())))[..., :keys]
 
 
+def ragged(tensors: Tensors) -> tuple[bool, bool]:
+    """Whether the bias, and whether the mask, has rows that begin anywhere, so that a copy pays.
+
+    False for ``torch.jit.trace`` and for sizes that a compiler keeps symbolic: the next length may need no copy.
+    """
+    return (False, False) if is_traced() else (ragged_bias(tensors), ragged_mask(tensors))
+
+
 def whole_rows(
     tensors: Tensors,
     copy_bias: Callable[[Tensor], Tensor] = padded,
     copy_mask: Callable[[Tensor], Tensor] = padded,
+    which: tuple[bool, bool] | None = None,
 ) -> Tensors:
-    """The tensors, with copies of a bias and a mask whose rows begin anywhere, where they pay.
-
-    For ``torch.jit.trace`` and sizes that a compiler keeps symbolic they are as given: the next length may need none.
-    """
-    if is_traced():
-        return tensors
+    """The tensors, with copies of a bias and a mask whose rows begin anywhere. ``which``: as :func:`ragged` finds them."""
     bias, mask = tensors.bias, tensors.mask
-    if bias is not None and ragged_bias(tensors):
+    of_bias, of_mask = ragged(tensors) if which is None else which
+    if bias is not None and of_bias:
         tensors = tensors._replace(bias=copy_bias(bias))
-    if mask is not None and ragged_mask(tensors):
+    if mask is not None and of_mask:
         tensors = tensors._replace(mask=copy_mask(_once(mask)).expand(mask.shape))
     return tensors
