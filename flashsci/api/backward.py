@@ -22,6 +22,7 @@ from flashsci.call.ops import (
     Tensors,
     with_rank,
 )
+from flashsci.call.row_pitch import whole_rows
 from flashsci.call.torch_state import is_recorded, transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.backends import ATTENTION
@@ -151,6 +152,8 @@ def attention_backward(
         q, k, v, kernel_bias, kernel_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
         alibi_slopes,
     ).inner_contiguous()  # fmt: skip
+    rows = whole_rows(tensors) if module.FUSED else tensors
+    copied, tensors = rows.bias is not tensors.bias, rows
     scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
     need = NEED_Q | NEED_K | NEED_V | (0 if bias is None else NEED_BIAS)
     need |= 0 if key_weight is None else NEED_KEY_WEIGHT
@@ -171,6 +174,8 @@ def attention_backward(
     if cu_seqlens_q is not None:
         dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
     dbias, dweight = (None if x is None else g.reshape(x.shape) for g, x in ((dbias, bias), (dweight, key_weight)))
+    if dbias is not None and copied:
+        dbias = dbias.contiguous()
     if given_bias is not None and dbias is not None:
         dbias = dbias.to(given_bias.dtype)
     return Gradients(dq, dk, dv, dbias, dweight)

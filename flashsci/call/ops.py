@@ -160,6 +160,10 @@ class Scalars(NamedTuple):
     precision: str
     deterministic: bool
 
+    def windowed(self) -> bool:
+        """Whether a window hides scores."""
+        return self.window_left >= 0 or self.window_right >= 0
+
 
 class Saved(NamedTuple):
     """The values that a forward leaves for derivatives. ``out`` and ``lse`` are detached."""
@@ -263,7 +267,30 @@ def fake_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(q.shape[:-1], dtype=statistics_dtype(q.dtype))
 
 
-def fake_backward(tensors: Tensors, need: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def pitches_bias_gradient(bias: Tensor, q: Tensor, k: Tensor, windowed: bool) -> bool:
+    """Whether a backward returns the gradient of a bias at a pitch of 16 bytes: as the bias, of 16 bits, has it, with a
+    number for every score and no window. Tiles are written there as they are read."""
+    keys = bias.shape[-1]
+    return (
+        not windowed
+        and bias.element_size() == 2
+        and bias.dim() > 1
+        and bias.stride(-1) == 1
+        and bias.stride(-2) > keys
+        and bias.stride(-2) % 8 == 0
+        and keys % 8 != 0
+        and keys == k.shape[-2]
+        and bias.shape[:-1] == q.shape[:-1]
+        and 0 not in bias.shape
+    )
+
+
+def empty_bias_gradient(bias: Tensor, pitched: bool) -> Tensor:
+    """An empty gradient of a bias: row-major, and ``pitched`` or not."""
+    return empty_with_inner_keys(bias) if pitched else bias.new_empty(bias.shape)
+
+
+def fake_backward(tensors: Tensors, need: int, windowed: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
     empty."""
     q, k, v, bias, key_weight = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight
@@ -277,6 +304,9 @@ def fake_backward(tensors: Tensors, need: int) -> tuple[Tensor, Tensor, Tensor, 
         return like.new_empty(like.shape if need & bit else (0,))
 
     dbias, dweight = summed(bias, NEED_BIAS), summed(key_weight, NEED_KEY_WEIGHT)
+    if bias is not None and need & NEED_BIAS:
+        packed_rows = tensors.cu_seqlens_q is not None
+        dbias = empty_bias_gradient(bias, pitches_bias_gradient(bias, q, k, windowed or packed_rows))
     return gradient(q, NEED_Q), gradient(k, NEED_K), gradient(v, NEED_V), dbias, dweight
 
 
@@ -313,7 +343,7 @@ PASSES = {
     ),
     "backward": Pass(
         BACKWARD_SCHEMA,
-        lambda dout, dlse, saved, need: fake_backward(saved.tensors, need),
+        lambda dout, dlse, saved, need: fake_backward(saved.tensors, need, saved.scalars.windowed()),
         lambda dout, dlse, saved, need: (
             dout, dlse, *saved.flat(), need,
         ),

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashsci.call import bias_copy, repeats
+from flashsci.call import bias_copy, repeats, row_pitch
 from flashsci.call.ops import Given, Saved, Scalars, Tensors, raised, unobserved, with_inner_keys
-from flashsci.call.torch_state import casts_to, rounds_products, transforming
+from flashsci.call.torch_state import casts_to, is_traced, rounds_products, transforming
 from flashsci.call.transforms import wanted
 from flashsci.choice import backends, differentiate
 from flashsci.choice.gradients import Choice
@@ -62,6 +62,7 @@ class Plan:
         "_copied",
         "_forward",
         "_leaves_bias",
+        "_ragged",
         "as_given",
         "choice",
         "leading",
@@ -85,6 +86,7 @@ class Plan:
         self.rank = rank
         self.as_given = False  # whether kernels are known to take these tensors without a copy
         self._leaves_bias: bool | None = None  # whether kernels take it as it is
+        self._ragged: tuple[bool, bool] | None = None  # whether bias and mask are copied for their rows
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
         self._forward: Run | None = None
         self._backwards: dict[tuple[Any, ...], Any] = {}
@@ -106,11 +108,18 @@ class Plan:
             # A copy that the gradients need as well is made here, for both.
             strided = rows.has_strided_bias() and hasattr(self.module, "takes_bias")
             self._leaves_bias = strided and self.module.takes_bias(rows, self.scalars, needs_grad)
-            if rows.has_strided_bias():
+            if rows.has_strided_bias() or row_pitch.ragged_bias(rows):
                 self._copied = bias_copy.choose(rows)
         copied = self._copied if direct else with_inner_keys
         given = rows if self._leaves_bias else rows.inner_contiguous(copied)
-        self.as_given = given is tensors
+        ragged = self._ragged
+        if ragged is None:
+            ragged = row_pitch.ragged(given)
+            self._ragged = None if is_traced() else ragged
+        if ragged[0] or ragged[1]:
+            of_mask = bias_copy.choose_for(given.mask) if direct else with_inner_keys
+            given = row_pitch.whole_rows(given, copied, of_mask, ragged)
+        self.as_given = given is tensors and self._ragged is not None
         return given
 
     def to_save(self, tensors: Tensors, needs_grad: bool, direct: bool) -> Tensors:

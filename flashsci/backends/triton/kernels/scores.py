@@ -98,8 +98,12 @@ def dense_plane(pointer, strides, at, span, VECTOR: tl.constexpr):
 
 @triton.jit
 def plane_pointers(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr):
-    """Pointers to bias or mask at (i, j), and which are inside. VECTOR 0: columns have a stride of their own."""
-    inside = j < aligned(len_k, VECTOR)
+    """Pointers to bias or mask at (i, j), and which are inside. VECTOR 0: columns have a stride of their own.
+
+    Rows are whole vectors: a load ends with the vector of the last key, and `scores` hides all beyond that key. A plane
+    that is stored has a multiple of VECTOR keys.
+    """
+    inside = j < (aligned(len_k + (VECTOR - 1), VECTOR) if VECTOR > 1 else len_k)
     pointers = plane.pointer + (j if VECTOR > 0 else j.to(tl.int64) * plane.column_stride)
     if KIND == PLANE:
         pointers += i.to(tl.int64) * aligned(plane.row_stride, VECTOR)

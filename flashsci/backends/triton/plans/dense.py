@@ -54,6 +54,7 @@ from flashsci.call.ops import (
     Scalars,
     Tensors,
     empty_like_layout,
+    pitches_bias_gradient,
 )
 
 UNBOUNDED = 1 << 30  # a window side that never cuts
@@ -120,13 +121,13 @@ class DensePlan:
             self.bias_shape, stride, itemsize = bias
             bias_strides = plane_strides(self.bias_shape, stride, ragged)
             bias_kind = PLANE.value if ragged or bias_strides[3] != 0 else KEY.value
-            bias_vector = plane_vector(bias_strides, self.size_k, itemsize, self.varlen)
+            bias_vector = plane_vector(bias_strides, self.size_k, itemsize, self.varlen, not wide)
             self.bias_total = self.bias_shape[-1] if ragged else 0
         if mask is not None:
             shape, stride = mask
             mask_strides = plane_strides(shape, stride, False)
             mask_kind = PLANE.value if mask_strides[3] != 0 else KEY.value
-            mask_vector = plane_vector(mask_strides, self.size_k, 1, self.varlen)
+            mask_vector = plane_vector(mask_strides, self.size_k, 1, self.varlen, not wide)
 
         self.bias_mask = PLANE.value in (bias_kind, mask_kind)
         self.width = max(d0 + d1, v0 + v1)
@@ -247,6 +248,14 @@ class DensePlan:
         vector = 1 if dbias is None else 16 // dbias.element_size()
         return vector if not self.ragged and self.size_k % vector == 0 else 1
 
+    def stored_vector(self, dbias, use: int) -> int:
+        """The vector of a bias gradient that a kernel stores directly: the pitch of its rows may hold the last one."""
+        strides = self.gradient_strides(dbias, use)
+        pitched = not self.ragged and strides[4] == 1 and strides[3] > self.size_k
+        if not pitched:
+            return self.gradient_vector(dbias)
+        return plane_vector(strides, self.size_k, dbias.element_size(), self.varlen, True)
+
     def weight_sums(self, like) -> torch.Tensor:
         """Memory for the gradient of key weights: fp32, one per key head and key."""
         shape = (
@@ -288,7 +297,7 @@ class DensePlan:
                 dq_strides=strides_of(dq),
                 dbias_strides=self.gradient_strides(dbias, use),
                 BIAS_GRADIENT=use,
-                DBIAS_VECTOR=self.gradient_vector(dbias),
+                DBIAS_VECTOR=self.stored_vector(dbias, use),
             )
             self.launches[key] = Launch(dq_kernel, programs, arguments)
         return self.launches[key]
@@ -313,7 +322,7 @@ class DensePlan:
                 dv_strides=strides_of(dv),
                 dbias_strides=self.gradient_strides(dbias, use),
                 BIAS_GRADIENT=use,
-                DBIAS_VECTOR=self.gradient_vector(dbias),
+                DBIAS_VECTOR=self.stored_vector(dbias, use),
             )
             self.launches[key] = Launch(small_backward_kernel, programs, arguments)
         return self.launches[key]
@@ -426,6 +435,8 @@ class BackwardLaunches:
         self.plan, self.need = p, need
         self.rows = [rows_like(x) if need & bit else None for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))]
         self.need_dbias = bias is not None and bool(need & NEED_BIAS)
+        windowed = bool(p.window or p.varlen)
+        self.pitched = self.need_dbias and pitches_bias_gradient(bias, q, k, windowed)
         self.need_dweight = weight is not None and bool(need & NEED_KEY_WEIGHT)
         self.dtype, self.device = q.dtype, q.device
 
@@ -448,7 +459,7 @@ class BackwardLaunches:
         if p.wide is not None:
             rows = dq, dk, dv
             return *rows, *p.wide.backward(dout, dlse, inputs, out, lse, rows, self.need)
-        use, dbias, sums, shared = bias_route(p, bias, lse) if self.need_dbias else NO_ROUTE
+        use, dbias, sums, shared = bias_route(p, bias, lse, self.pitched) if self.need_dbias else NO_ROUTE
         weight_sums = p.weight_sums(q) if self.need_dweight else None
         small = p.small and dq is not None and dk is not None and dv is not None
         if small and shared and p.small_shares:
