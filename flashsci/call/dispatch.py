@@ -57,7 +57,7 @@ def run(
         # of ModuleType.
         from flashsci.call.autograd import Forward
 
-        given = whole_rows(plan.raised(tensors).inner_contiguous())
+        given = whole_rows(plan.tabled(plan.raised(tensors).inner_contiguous()))
         result: tuple[Tensor, Tensor] = Forward.apply(written(plan.choice), *given, *plan.scalars)
         return result
     direct = bypasses_dispatcher(tensors)

@@ -55,6 +55,7 @@ class Tensors(NamedTuple):
     bias_offsets: kinds.PairOffsets = None
     dropout_seed: kinds.Seed = None
     alibi_slopes: kinds.Slopes = None  # fp32 [*, Hq], packed [N or 1, Hq]
+    mask_tiles: kinds.MaskTiles = None  # of the mask (mask_tiles.py); only triton's kernels read it
 
     @property
     def leaves(self) -> tuple[Tensor | None, ...]:
@@ -115,7 +116,7 @@ _INDICES = tuple(Tensors._fields.index(name) for name in kinds.named(Tensors, Ro
 _FEWER_DIMS = tuple(
     (i, int(field.role is Role.KEYS))
     for i, field in enumerate(kinds.fields(Tensors).values())
-    if field.role in (Role.SCORES, Role.KEYS)
+    if field.role in (Role.SCORES, Role.TILES, Role.KEYS)
 )
 
 
@@ -142,7 +143,7 @@ def interleaved(x: Tensor, times: int, dim: int) -> Tensor:
 def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any) -> Given:
     """Packed tensors as users give them, [T, H, D], in the order of :class:`Tensors` as kernels take them."""
     rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-    return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes
+    return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes, None
 
 
 class Scalars(NamedTuple):

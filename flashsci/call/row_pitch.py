@@ -32,12 +32,15 @@ def ragged_bias(tensors: Tensors) -> bool:
 
 
 def ragged_mask(tensors: Tensors) -> bool:
-    """Whether the rows of a mask begin anywhere, so that a copy of it pays: of its numbers without repetitions."""
+    """Whether the rows of a mask begin anywhere, so that a copy of it pays: of its numbers without repetitions.
+
+    Few of them are read where it has a table of its tiles.
+    """
     mask = tensors.mask
-    if mask is None or not _is_ragged(mask):
+    if mask is None or tensors.mask_tiles is not None or not _is_ragged(mask):
         return False
     scores = _scores(tensors)
-    return certainly(scores >= FEWEST_SCORES) and certainly(scores >= FEWEST_READERS * _once(mask).numel())
+    return certainly(scores >= FEWEST_SCORES) and certainly(scores >= FEWEST_READERS * once(mask).numel())
 
 
 def _scores(tensors: Tensors) -> int:
@@ -61,7 +64,7 @@ def _is_whole(x: Tensor) -> bool:
     return all(certainly(n == 1) or certainly(s != 0) for n, s in zip(x.shape, x.stride(), strict=True))
 
 
-def _once(x: Tensor) -> Tensor:
+def once(x: Tensor) -> Tensor:
     """x without the repetitions of expanded dims."""
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if certainly(stride == 0) and certainly(size > 1):
@@ -95,5 +98,5 @@ def whole_rows(
     if bias is not None and of_bias:
         tensors = tensors._replace(bias=copy_bias(bias))
     if mask is not None and of_mask:
-        tensors = tensors._replace(mask=copy_mask(_once(mask)).expand(mask.shape))
+        tensors = tensors._replace(mask=copy_mask(once(mask)).expand(mask.shape))
     return tensors

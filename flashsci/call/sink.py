@@ -40,7 +40,7 @@ def attend(
     if torch.compiler.is_compiling() or transforming():
         from flashsci.call.autograd import Forward  # imports the compiler
 
-        given = whole_rows(plan.raised(tensors).inner_contiguous())
+        given = whole_rows(plan.tabled(plan.raised(tensors).inner_contiguous()))
         out, lse = Forward.apply(written(plan.choice), *given, *scalars)
         return with_sink(out, lse, sink)
     direct = bypasses_dispatcher((*tensors, sink))

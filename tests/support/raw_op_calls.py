@@ -105,6 +105,7 @@ RAW = [
     "bias_offsets",
     "dropout_seed",
     "alibi_slopes",
+    "mask_tiles",
 ]
 
 

@@ -144,7 +144,7 @@ class PreparedForward:
         return other
 
     def __call__(self, tensors: Given) -> tuple[Tensor, Tensor]:
-        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _ = tensors
+        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _, _ = tensors
         if weights is not None:
             bias = weights
         out = torch.empty_like(q) if self.like_q else q.new_empty_strided(*self.out)
@@ -224,7 +224,7 @@ class PreparedBackward:
     def __call__(
         self, dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _ = tensors
+        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _, _ = tensors
         if weights is not None:
             bias = weights
         dq: Tensor | None

@@ -16,9 +16,11 @@ def bias_route(p, bias, lse, pitched: bool = False) -> tuple:
     over queries, and whether it has a kernel of its own. ``pitched``: as ops.pitches_bias_gradient says.
     """
     if bias.shape == ((p.heads, p.bias_total) if p.ragged else p.score_shape):
-        if p.window or p.ragged:  # scores that no query tile visits are not written
+        # Scores that no query tile visits are not written.
+        if p.window or p.ragged:
             return STORE.value, bias.new_zeros(bias.shape), None, False
-        return STORE.value, empty_bias_gradient(bias, pitched), None, False
+        found = empty_bias_gradient(bias, pitched)
+        return STORE.value, found.zero_() if p.tiles else found, None, False
     if not p.ragged and bias.shape[-2] == 1:
         shape = (*lse.shape[:-1], p.size_k)
         sums = torch.empty(shape, dtype=torch.float32, device=bias.device)

@@ -44,6 +44,7 @@ from flashsci.backends.triton.plans.strides import (
     weight_strides,
 )
 from flashsci.backends.triton.plans.wide import Wide
+from flashsci.call.mask_tiles import TILE, has_rows
 from flashsci.call.ops import (
     NEED_BIAS,
     NEED_K,
@@ -72,7 +73,7 @@ def products(precision: str, dtype: torch.dtype, capability: tuple[int, int] | N
 class DensePlan:
     """The values that the launches of one kind of call share. Made by `plan`."""
 
-    def __init__(self, device, dtype, shapes, strides, bias, weight, mask, alibi, sequences, longest, ragged, scale, softcap,
+    def __init__(self, device, dtype, shapes, strides, bias, weight, mask, alibi, table, sequences, longest, ragged, scale, softcap,
                  window_left, window_right, lower_right, dropout_p, precision):  # fmt: skip
         q_shape, k_shape, v_shape = shapes
         self.device, self.dtype = device, dtype
@@ -129,6 +130,9 @@ class DensePlan:
             mask_kind = PLANE.value if mask_strides[3] != 0 else KEY.value
             mask_vector = plane_vector(mask_strides, self.size_k, 1, self.varlen, not wide)
 
+        kind_of_table = PLANE.value if table is not None and has_rows(table[0], *self.lengths) else KEY.value
+        self.tiles = ABSENT.value if table is None or wide else kind_of_table
+        table_strides = NO_STRIDES if table is None else plane_strides(*table, False)
         self.bias_mask = PLANE.value in (bias_kind, mask_kind)
         self.width = max(d0 + d1, v0 + v1)
         self.small = tilings.small_config(device.capability, dtype, self.width, self.longest)
@@ -140,7 +144,7 @@ class DensePlan:
         of_weights = NO_STRIDES[:4] if weight is None else weight_strides(*weight[:2])
         of_slopes = NO_STRIDES[:3] if alibi is None else slope_strides(*alibi, self.varlen)
         self.arguments = {
-            "strides": InputStrides(*self.strides[:3], bias_strides, of_weights, mask_strides, of_slopes),
+            "strides": InputStrides(*self.strides[:3], bias_strides, of_weights, mask_strides, of_slopes, table_strides),
             "sizes": Sizes(
                 self.bias_total, self.lead[1], self.heads, self.heads_k, self.group, max(sequences, 0),
                 self.size_q, self.size_k, self.head_dim, self.head_dim_v,
@@ -156,6 +160,7 @@ class DensePlan:
             "F": Features(
                 VARLEN=self.varlen, WINDOW=self.window, SOFTCAP=softcap > 0.0, DROPOUT=dropout,
                 BIAS=bias_kind, BIAS_VECTOR=bias_vector, RAGGED=ragged, MASK=mask_kind, MASK_VECTOR=mask_vector,
+                TILES=self.tiles,
             ),
             "D": Chunks(d0, d1, d0 + d1 != self.head_dim, vector),
             "V": Chunks(v0, v1, v0 + v1 != self.head_dim_v, vector),
@@ -175,6 +180,8 @@ class DensePlan:
             self.bias_mask,
             *self.lengths,
         )
+        if self.tiles:  # a step is a part of a tile of the table
+            block_m, block_n = min(block_m, TILE), min(block_n, TILE)
         by_keys = kernel in tilings.BY_KEYS
         size, block = (self.size_k, block_n) if by_keys else (self.size_q, block_m)
         tiles = size // block + self.sequences + 2 if self.varlen else -(-size // block)
@@ -374,7 +381,7 @@ def plan(*key) -> DensePlan:
 def plan_of(strided, inputs: tuple, longest: int, options) -> DensePlan:
     """The plan for these inputs (in the order of Inputs). strided: q, k, v, then other tensors with rows whose
     strides matter."""
-    q, k, v, bias, weight, mask, cu_seqlens_q, _, bias_offsets, _, alibi = inputs
+    q, k, v, bias, weight, mask, cu_seqlens_q, _, bias_offsets, _, alibi, table = inputs
     return plan(
         device_of(q.device),
         q.dtype,
@@ -384,6 +391,7 @@ def plan_of(strided, inputs: tuple, longest: int, options) -> DensePlan:
         None if weight is None else (weight.shape, weight.stride(), weight.element_size()),
         None if mask is None else (mask.shape, mask.stride()),
         None if alibi is None else (alibi.shape, alibi.stride()),
+        None if table is None else (table.shape, table.stride()),
         -1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
         longest,
         bias_offsets is not None,

@@ -158,7 +158,7 @@ def pieces_of(bias: Tensor | None) -> int:
 
 def inputs_of(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in the order of Inputs."""
-    return q, k, v, bias, None, None, None, None, None, seed, None
+    return q, k, v, bias, None, None, None, None, None, seed, None, None
 
 
 def plan_for(call: ResidualCall, *more: Tensor) -> DensePlan:
