@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashsci.call.kinds import Dense
 from flashsci.call.ops import Tensors
 from flashsci.call.row_pitch import FEWEST_READERS, once
 from flashsci.call.torch_state import certainly, is_traced
@@ -48,6 +49,20 @@ def pays(tensors: Tensors) -> bool:
     if not (certainly(mask.shape[-1] == k.shape[-2]) and certainly(scores >= FEWEST_SCORES)):
         return False
     return certainly(scores >= FEWEST_READERS * once(mask).numel())
+
+
+def decides(tensors: Tensors) -> bool:
+    """Whether the mask of a call decides its backend: it has a row for each query, and its table :func:`pays`."""
+    mask = tensors.mask
+    if mask is None or mask.dim() < 2 or not certainly(mask.shape[-2] > 1) or certainly(mask.stride(-2) == 0):
+        return False
+    return pays(tensors)
+
+
+def belongs(table: Tensor, given: Dense) -> bool:
+    """Whether a table is of the very scores of a call, whose mask it does not repeat along the keys."""
+    mask, k = given.mask, given.k
+    return mask is not None and table.dim() == mask.dim() and certainly(mask.shape[-1] == k.shape[-2])
 
 
 def with_table(tensors: Tensors) -> Tensors:

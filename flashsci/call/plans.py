@@ -94,6 +94,11 @@ class Plan:
         self._backwards: dict[tuple[Any, ...], Any] = {}
 
     @property
+    def reads_tables(self) -> bool:
+        """Whether its kernels read the table of a mask."""
+        return "mask_tiles" in getattr(self.module, "READS", {}).get(backends.ATTENTION, ())
+
+    @property
     def settled(self) -> bool:
         """Whether :meth:`ready` has found out what it does."""
         return self._leaves_bias is not None
@@ -130,8 +135,7 @@ class Plan:
 
     def makes_table(self, tensors: Tensors) -> bool:
         """Whether a table of the mask's tiles is made for a call that has none."""
-        reads = "mask_tiles" in getattr(self.module, "READS", {}).get(backends.ATTENTION, ())
-        return reads and tensors.mask_tiles is None and mask_tiles.pays(tensors)
+        return self.reads_tables and tensors.mask_tiles is None and mask_tiles.pays(tensors)
 
     def tabled(self, tensors: Tensors) -> Tensors:
         """The tensors, with a table of the mask's tiles where one is made."""

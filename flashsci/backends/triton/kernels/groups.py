@@ -46,7 +46,7 @@ class InputStrides(NamedTuple):
     weight: tuple[int, ...]  # (b0, b1, key head, key)
     mask: tuple[int, ...]  # as for bias
     alibi: tuple[int, ...]  # (b0, b1, head); for a varlen batch (sequence, 0, head)
-    tiles: tuple[int, ...]  # as for mask, which has a block of the table for each of its own
+    tiles: tuple[int, ...] | None  # as for mask, of its table of tiles; None without one
 
 
 class TangentStrides(NamedTuple):

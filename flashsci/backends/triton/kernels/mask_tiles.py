@@ -47,7 +47,7 @@ def classify_kernel(mask, kinds, strides, sizes, VECTOR: tl.constexpr, GROUP: tl
     pointer += (outer % sizes.lead1).to(tl.int64) * strides.lead1 + (block % sizes.lead2).to(tl.int64) * strides.lead2
     i = tile_q * TILE + tl.arange(0, TILE)
     j = group * (TILE * GROUP) + tl.arange(0, TILE * GROUP)
-    plane = Plane(pointer, strides.row, strides.column, sizes.rows, None)
+    plane = Plane(pointer, strides.row, strides.column, sizes.rows)
     attend = load_plane(plane, i, j, sizes.keys, PLANE, VECTOR, False) != 0
     inside = (i < sizes.rows)[:, None] & (j < sizes.keys)[None, :]
     seen = tl.reshape((attend & inside).to(tl.int32), [TILE, GROUP, TILE])

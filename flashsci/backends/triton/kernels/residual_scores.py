@@ -19,7 +19,7 @@ def plane_of(pointer, at, span, sizes, VECTOR: tl.constexpr):
     if pointer is not None:
         first = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, False)
         stride = (tl.cdiv(span.len_k, VECTOR) * VECTOR).to(tl.int64)
-        return Plane(pointer + aligned(first * stride, VECTOR), stride, 1, span.len_q, None)
+        return Plane(pointer + aligned(first * stride, VECTOR), stride, 1, span.len_q)
 
 
 @triton.jit

@@ -33,7 +33,16 @@ class Plane(NamedTuple):
     row_stride: Any
     column_stride: Any
     rows: Any  # beyond them there is nothing
-    whole: Any  # of a mask: whether the tile in hand hides nothing, so that it is not read; None: it is read
+
+
+class SeenPlane(NamedTuple):
+    """A mask at one tile of its table, see tiles.py."""
+
+    pointer: Any
+    row_stride: Any
+    column_stride: Any
+    rows: Any
+    whole: Any  # whether the tile hides nothing, so that it is not read
 
 
 @triton.jit
@@ -65,7 +74,7 @@ def bias_of(pointer, strides, at, span, inputs, sizes, VECTOR: tl.constexpr, F: 
             start = tl.where(fits, start, 0)
             base = pointer + at.h.to(tl.int64) * strides[2] + start * strides[4]
             row_stride = span.len_k.to(tl.int64) * strides[4]
-            return Plane(base, row_stride, strides[4], tl.where(fits, span.len_q, 0), None)
+            return Plane(base, row_stride, strides[4], tl.where(fits, span.len_q, 0))
         else:
             return dense_plane(pointer, strides, at, span, VECTOR)
 
@@ -94,7 +103,7 @@ def alibi_of(inputs, strides, at, sizes, F: tl.constexpr):
 def dense_plane(pointer, strides, at, span, VECTOR: tl.constexpr):
     base = head_pointer(pointer, strides, at, at.h, VECTOR)
     base += span.start_k.to(tl.int64) * strides[4]
-    return Plane(base, strides[3], strides[4], span.len_q, None)
+    return Plane(base, strides[3], strides[4], span.len_q)
 
 
 @triton.jit
@@ -118,7 +127,7 @@ def load_plane(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr, TRA
     i = i[None, :] if TRANSPOSED else i[:, None]
     j = j[:, None] if TRANSPOSED else j[None, :]
     pointers, inside = plane_pointers(plane, i, j, len_k, KIND, VECTOR)
-    if plane.whole is not None:
+    if len(plane) == 5:  # a SeenPlane
         inside = inside & (plane.whole == 0)
     return tl.load(pointers, mask=inside, other=0)
 
@@ -191,7 +200,7 @@ def scores(
     if mask is not None:
         attend = load_plane(mask, i, j, span.len_k, F.MASK, F.MASK_VECTOR, TRANSPOSED)
         visible = attend != 0
-        if mask.whole is not None:
+        if len(mask) == 5:  # a SeenPlane
             visible = visible | mask.whole
         s = tl.where(visible, s, float("-inf"))
     i = i[None, :] if TRANSPOSED else i[:, None]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .chunks import head_pointer
-from .scores import KEY, Plane
+from .scores import KEY, SeenPlane
 
 TILE = tl.constexpr(64)
 
@@ -103,7 +103,7 @@ def step_of(lists, step, mask, BLOCK: tl.constexpr, EVERY: tl.constexpr):
 @triton.jit
 def seen_whole(mask, whole):
     """The mask of a tile that is not read where the tile is `whole`."""
-    return Plane(mask.pointer, mask.row_stride, mask.column_stride, mask.rows, whole)
+    return SeenPlane(mask.pointer, mask.row_stride, mask.column_stride, mask.rows, whole)
 
 
 @triton.jit

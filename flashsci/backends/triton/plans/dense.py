@@ -132,7 +132,7 @@ class DensePlan:
 
         kind_of_table = PLANE.value if table is not None and has_rows(table[0], *self.lengths) else KEY.value
         self.tiles = ABSENT.value if table is None or wide else kind_of_table
-        table_strides = NO_STRIDES if table is None else plane_strides(*table, False)
+        table_strides = plane_strides(*table, False) if self.tiles else None
         self.bias_mask = PLANE.value in (bias_kind, mask_kind)
         self.width = max(d0 + d1, v0 + v1)
         self.small = tilings.small_config(device.capability, dtype, self.width, self.longest)

@@ -19,7 +19,8 @@ from flashsci.call.op_checks import need
 from flashsci.call.row_pitch import once
 from flashsci.call.schemas import LIBRARY, define_op
 
-GROUP = 4  # key tiles of a program: 256 bytes of each row
+#: Key tiles of a program, by whether rows begin at multiples of 16 bytes.
+GROUPS = {True: 4, False: 2}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -27,14 +28,15 @@ def launches(device: torch.device, shape: tuple[int, ...], stride: tuple[int, ..
     """The two launches for masks of up to three dims before queries and keys."""
     lead, rows, keys = (1, 1, 1, *shape[:-2])[-3:], *shape[-2:]
     tiles_q, tiles_k = tiles(rows), tiles(keys)
-    groups, blocks = -(-tiles_k // GROUP), math.prod(lead)
-    sizes = MaskSizes(rows, keys, tiles_q, tiles_k, groups, lead[1], lead[2], table_length(rows, keys))
     strides = plane_strides(shape, stride, False)
     vector = plane_vector(strides, keys, 1, False, True)
+    group = GROUPS[vector > 1]
+    groups, blocks = -(-tiles_k // group), math.prod(lead)
+    sizes = MaskSizes(rows, keys, tiles_q, tiles_k, groups, lead[1], lead[2], table_length(rows, keys))
     classify = Launch(
         classify_kernel,
         blocks * tiles_q * groups,
-        {"strides": MaskStrides(*strides), "sizes": sizes, "VECTOR": vector, "GROUP": GROUP, "num_warps": 4},
+        {"strides": MaskStrides(*strides), "sizes": sizes, "VECTOR": vector, "GROUP": group, "num_warps": 8},
     )
     block = triton.next_power_of_2(max(tiles_q, tiles_k))
     make = Launch(
