@@ -168,7 +168,7 @@ def attention(
     """
     again = call = tiles = None
     if mask is not None and type(mask) is BlockMask:
-        mask, tiles = mask
+        mask, tiles = mask.mask, mask.tiles
     if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)

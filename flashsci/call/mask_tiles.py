@@ -7,10 +7,12 @@ kernels go through the tiles that it lists, and do not read the mask where a til
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flashsci.call.kinds import Dense
+from flashsci.call.kinds import ATTENTION, Dense
 from flashsci.call.ops import Tensors
 from flashsci.call.row_pitch import FEWEST_READERS, once
 from flashsci.call.torch_state import certainly, is_traced
@@ -63,6 +65,11 @@ def belongs(table: Tensor, given: Dense) -> bool:
     """Whether a table is of the very scores of a call, whose mask it does not repeat along the keys."""
     mask, k = given.mask, given.k
     return mask is not None and table.dim() == mask.dim() and certainly(mask.shape[-1] == k.shape[-2])
+
+
+def reads(module: Any) -> bool:
+    """Whether the kernels of a backend's module read tables."""
+    return "mask_tiles" in getattr(module, "READS", {}).get(ATTENTION, ())
 
 
 def with_table(tensors: Tensors) -> Tensors:

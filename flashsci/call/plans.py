@@ -96,7 +96,7 @@ class Plan:
     @property
     def reads_tables(self) -> bool:
         """Whether its kernels read the table of a mask."""
-        return "mask_tiles" in getattr(self.module, "READS", {}).get(backends.ATTENTION, ())
+        return mask_tiles.reads(self.module)
 
     @property
     def settled(self) -> bool:
