@@ -128,7 +128,7 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
         seed = torch.zeros(2, dtype=torch.int64)
     if options.get("alibi"):
         slopes = torch.zeros(options["alibi"])
-    if options.get("tiles"):
+    if options.get("tiles") and "mask_tiles" in Tensors._fields:  # an older tree has none
         from flashsci.call.mask_tiles import table_length
 
         table = torch.zeros(*mask.shape[:-2], 1, table_length(*mask.shape[-2:]), dtype=torch.int32)
