@@ -30,12 +30,22 @@ def tiles(length: int) -> int:
 def table_length(rows: int, keys: int) -> int:
     """Numbers of the table of one block of a mask."""
     tiles_q, tiles_k = tiles(rows), tiles(keys)
-    return 4 * tiles_q * tiles_k + tiles_q + tiles_k
+    return 4 * tiles_q * tiles_k + tiles_q + tiles_k + words(rows, keys)
+
+
+def words(rows: int, keys: int) -> int:
+    """Numbers of a table that hold bits: two for each row of each tile, a mask of one row has no others."""
+    return 2 * tile_rows(rows) * tiles(rows) * tiles(keys)
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of a tile that have bits."""
+    return 1 if rows == 1 else TILE
 
 
 def has_rows(shape: tuple[int, ...], rows: int, keys: int) -> bool:
     """Whether a table, by its shape, is that of a mask with a row for each query; else of one with one row for all."""
-    return shape[-1] == table_length(rows, keys)
+    return rows > 1 and shape[-1] == table_length(rows, keys)
 
 
 def pays(tensors: Tensors) -> bool:

@@ -24,8 +24,8 @@ from .chunks import (
 from .coord import flat_row, key_tile, member, query_range
 from .dropout import drop, dropout_keep
 from .kernel import kernel
-from .scores import KEY, PLANE, alibi_of, bias_of, load_row, load_weights, mask_of, probabilities, scores
-from .tiles import queries_of, query_steps, step_of
+from .scores import PLANE, alibi_of, bias_of, load_row, load_weights, mask_of, probabilities, scores
+from .tiles import queries_of, query_step, query_steps
 
 
 @kernel
@@ -43,7 +43,7 @@ def dkdv_kernel(
     Columns beyond the keys compute on zeros. Their results (inf included) stay in their own rows of dk and dv, which
     are not stored.
     """
-    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and F.MASK != PLANE
+    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and (F.MASK != PLANE or F.TILES)
     j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
     if j0 >= span.len_k:
         return
@@ -79,7 +79,7 @@ def dkdv_kernel(
             for start in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
                 seen = mask
                 if F.TILES:
-                    start, seen = step_of(lists, start, mask, BLOCK_M, F.TILES == KEY)
+                    start, seen = query_step(lists, start, BLOCK_M, TRANSPOSED, F.TILES)
                 start = tl.multiple_of(start, BLOCK_M)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start

@@ -24,7 +24,7 @@ from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, scores, store_plane
-from .tiles import key_steps, keys_of, step_of
+from .tiles import key_step, key_steps, keys_of
 
 # The use of dS, in addition to dq and dk: stored unchanged (the bias has every dim), or summed over keys or queries.
 NO_BIAS_GRADIENT = tl.constexpr(0)
@@ -71,7 +71,7 @@ def dq_kernel(
         for start in tl.range(edges[part], edges[part + 1], STEP):
             seen = mask
             if F.TILES:
-                start, seen = step_of(lists, start, mask, BLOCK_N, False)
+                start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start

@@ -24,7 +24,7 @@ from .scores import (
     scores,
     store_plane,
 )
-from .tiles import is_shared, seen_whole, tile_of
+from .tiles import is_shared, tile_at
 
 
 @kernel
@@ -53,10 +53,9 @@ def bias_gradient_kernel(
         if unseen(i0, j0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW):  # its gradient is zero
             end = first
         if F.TILES:
-            some, whole = tile_of(i0, j0, block, span, inputs, strides, F.TILES)
-            one_block = is_shared(strides, shared)
-            whole = whole & one_block
-            end = tl.where(some | (one_block == 0), end, first)
+            some, _bits = tile_at(i0, j0, block, span, inputs, strides, BLOCK_M, F.TILES)
+            if is_shared(strides, shared) & (some == 0):  # its gradient is zero
+                end = first
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for m in tl.range(first, end):
             at = sharer(block, m, shared, sizes, F.VARLEN)
@@ -75,7 +74,7 @@ def bias_gradient_kernel(
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             mask = mask_of(inputs, strides, at, span, F)
             if F.TILES:
-                mask = seen_whole(mask, whole)
+                _some, mask = tile_at(i0, j0, at, span, inputs, strides, BLOCK_M, F.TILES)
             alibi = alibi_of(inputs, strides, at, sizes, F)
             # Columns beyond the keys hold any values, and are not stored.
             s, _slope = scores(s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)

@@ -23,7 +23,6 @@ from .coord import flat_row, key_tile, member, query_range
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import (
-    KEY,
     PLANE,
     alibi_of,
     bias_of,
@@ -35,7 +34,7 @@ from .scores import (
     scores,
 )
 from .tangents import add_moved, along_rows, second_order, softcap_bend, tangent_scores
-from .tiles import queries_of, query_steps, step_of
+from .tiles import queries_of, query_step, query_steps
 
 
 @kernel
@@ -51,7 +50,7 @@ def double_backward_keys_kernel(
 
     Columns beyond the keys compute on zeros; their results stay in their own rows, which are not stored.
     """
-    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and F.MASK != PLANE
+    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and (F.MASK != PLANE or F.TILES)
     UNBOUNDED: tl.constexpr = tangents.weight is not None
     j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
     if j0 >= span.len_k:
@@ -92,7 +91,7 @@ def double_backward_keys_kernel(
             for start in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
                 seen = mask
                 if F.TILES:
-                    start, seen = step_of(lists, start, mask, BLOCK_M, F.TILES == KEY)
+                    start, seen = query_step(lists, start, BLOCK_M, TRANSPOSED, F.TILES)
                 start = tl.multiple_of(start, BLOCK_M)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start

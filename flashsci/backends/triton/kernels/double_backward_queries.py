@@ -33,7 +33,7 @@ from .scores import (
     store_plane,
 )
 from .tangents import add_moved, second_order, softcap_bend, tangent_scores
-from .tiles import key_steps, keys_of, step_of
+from .tiles import key_step, key_steps, keys_of
 
 
 @kernel
@@ -83,7 +83,7 @@ def double_backward_queries_kernel(
         for start in tl.range(edges[part], edges[part + 1], STEP):
             seen = mask
             if F.TILES:
-                start, seen = step_of(lists, start, mask, BLOCK_N, False)
+                start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start

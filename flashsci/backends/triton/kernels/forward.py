@@ -38,7 +38,7 @@ from .scores import (
     scores,
     weighted_scores,
 )
-from .tiles import key_steps, keys_of, step_of
+from .tiles import key_step, key_steps, keys_of
 
 AGAIN_N = tl.constexpr(32)  # key tiles of a second computation; tiles of 16 cost the kernel 20 registers (D 64)
 
@@ -100,7 +100,7 @@ def attend(
         for start in tl.range(edges[0 if AGAIN else part], edges[part + 1], STEP, num_stages=1 if AGAIN else None):
             seen = mask
             if F.TILES:
-                start, seen = step_of(lists, start, mask, BLOCK_N, False)
+                start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start

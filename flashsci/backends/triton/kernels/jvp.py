@@ -29,7 +29,7 @@ from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
 from .tangents import add_moved, tangent_scores
-from .tiles import key_steps, keys_of, step_of
+from .tiles import key_step, key_steps, keys_of
 
 
 @kernel
@@ -78,7 +78,7 @@ def jvp_kernel(
             for start in tl.range(edges[part], edges[part + 1], STEP):
                 seen = mask
                 if F.TILES:
-                    start, seen = step_of(lists, start, mask, BLOCK_N, False)
+                    start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
                 start = tl.multiple_of(start, BLOCK_N)
                 j = start + tl.arange(0, BLOCK_N)
                 keys_left = span.len_k - start

@@ -1,6 +1,6 @@
 """The table of tiles of a mask, see tiles.py: one kernel reads the mask once, one makes lists of what it found.
 
-Maths     kind of a tile: 0 if it hides every score, 2 if it hides none, else 1; then a running count of kinds above 0
+Maths     kind of a tile: 0 if it hides every score, 2 if it hides none, else 1; a running count of kinds above 0; bits
 Grid      classify: one axis over (block of the mask, query tile, group of key tiles); list: (block, query or key tile)
 Tiles     TILE rows of TILE x GROUP bytes, each read once
 Limits    memory: the bytes of the mask
@@ -25,6 +25,8 @@ class MaskSizes(NamedTuple):
     lead1: int  # the two inner ones of the three dims before rows
     lead2: int
     length: int  # of the table of one block
+    words: int  # of bits at its end
+    tile_rows: int  # with bits
 
 
 class MaskStrides(NamedTuple):
@@ -36,8 +38,11 @@ class MaskStrides(NamedTuple):
 
 
 @kernel
-def classify_kernel(mask, kinds, strides, sizes, VECTOR: tl.constexpr, GROUP: tl.constexpr):
-    """kinds [block, tiles_q, tiles_k] of the tiles of a mask, one byte each. Rows and keys beyond the mask do not count."""
+def classify_kernel(mask, kinds, table, strides, sizes, VECTOR: tl.constexpr, GROUP: tl.constexpr):
+    """kinds [block, tiles_q, tiles_k] of the tiles of a mask, one byte each, and the bits of the table.
+
+    Rows and keys beyond the mask do not count; their bits are 0.
+    """
     pid = tl.program_id(0)
     group = pid % sizes.groups
     tile_q = pid // sizes.groups % sizes.tiles_q
@@ -50,7 +55,8 @@ def classify_kernel(mask, kinds, strides, sizes, VECTOR: tl.constexpr, GROUP: tl
     plane = Plane(pointer, strides.row, strides.column, sizes.rows)
     attend = load_plane(plane, i, j, sizes.keys, PLANE, VECTOR, False) != 0
     inside = (i < sizes.rows)[:, None] & (j < sizes.keys)[None, :]
-    seen = tl.reshape((attend & inside).to(tl.int32), [TILE, GROUP, TILE])
+    visible = (attend & inside).to(tl.int32)
+    seen = tl.reshape(visible, [TILE, GROUP, TILE])
     hidden = tl.reshape((inside & (attend == 0)).to(tl.int32), [TILE, GROUP, TILE])
     some = tl.max(tl.max(seen, 2), 0)
     rest = tl.max(tl.max(hidden, 2), 0)
@@ -58,6 +64,15 @@ def classify_kernel(mask, kinds, strides, sizes, VECTOR: tl.constexpr, GROUP: tl
     tile_k = group * GROUP + tl.arange(0, GROUP)
     first = (block.to(tl.int64) * sizes.tiles_q + tile_q) * sizes.tiles_k
     tl.store(kinds + first + tile_k, kind.to(tl.int8), mask=tile_k < sizes.tiles_k)
+
+    place = tl.arange(0, 32)[None, None, :]
+    words = tl.sum(tl.reshape(visible, [TILE, 2 * GROUP, 32]) << place, 2)
+    row = tl.arange(0, TILE)[:, None]
+    word = group * (2 * GROUP) + tl.arange(0, 2 * GROUP)[None, :]
+    table += (block + 1).to(tl.int64) * sizes.length - sizes.words
+    table += tile_q.to(tl.int64) * sizes.tiles_k * (2 * sizes.tile_rows)
+    stored = (row < sizes.tile_rows) & (word < 2 * sizes.tiles_k)
+    tl.store(table + word // 2 * (2 * sizes.tile_rows) + row * 2 + word % 2, words, mask=stored)
 
 
 @kernel

@@ -35,14 +35,11 @@ class Plane(NamedTuple):
     rows: Any  # beyond them there is nothing
 
 
-class SeenPlane(NamedTuple):
-    """A mask at one tile of its table, see tiles.py."""
+class Bits(NamedTuple):
+    """A mask at one tile of its table, see tiles.py: for each row a word of its first 32 columns, and one of the others."""
 
-    pointer: Any
-    row_stride: Any
-    column_stride: Any
-    rows: Any
-    whole: Any  # whether the tile hides nothing, so that it is not read
+    low: Any
+    high: Any
 
 
 @triton.jit
@@ -127,9 +124,17 @@ def load_plane(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr, TRA
     i = i[None, :] if TRANSPOSED else i[:, None]
     j = j[:, None] if TRANSPOSED else j[None, :]
     pointers, inside = plane_pointers(plane, i, j, len_k, KIND, VECTOR)
-    if len(plane) == 5:  # a SeenPlane
-        inside = inside & (plane.whole == 0)
     return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def bits_at(bits, j, TRANSPOSED: tl.constexpr):
+    """Whether rows see columns j (a vector, inside one tile): [M, N] or, TRANSPOSED, [N, M]."""
+    column = j[:, None] % 64 if TRANSPOSED else j[None, :] % 64
+    low = bits.low[None, :] if TRANSPOSED else bits.low[:, None]
+    high = bits.high[None, :] if TRANSPOSED else bits.high[:, None]
+    word = tl.where(column < 32, low, high)
+    return (word >> (column % 32)) & 1 != 0
 
 
 @triton.jit
@@ -198,11 +203,11 @@ def scores(
         away = j[:, None] - i[None, :] if TRANSPOSED else j[None, :] - i[:, None]
         s = tl.fma(tl.abs(away - span.shift).to(tl.float32), -alibi, s)
     if mask is not None:
-        attend = load_plane(mask, i, j, span.len_k, F.MASK, F.MASK_VECTOR, TRANSPOSED)
-        visible = attend != 0
-        if len(mask) == 5:  # a SeenPlane
-            visible = visible | mask.whole
-        s = tl.where(visible, s, float("-inf"))
+        if len(mask) == 2:  # Bits
+            s = tl.where(bits_at(mask, j, TRANSPOSED), s, float("-inf"))
+        else:
+            attend = load_plane(mask, i, j, span.len_k, F.MASK, F.MASK_VECTOR, TRANSPOSED)
+            s = tl.where(attend != 0, s, float("-inf"))
     i = i[None, :] if TRANSPOSED else i[:, None]
     j = j[:, None] if TRANSPOSED else j[None, :]
     if CHECK_KEYS:

@@ -4,10 +4,12 @@ A table is a row of int32 for each block of a mask. Both directions are stored: 
 for each key tile its query tiles. Each has two parts: `before` counts the listed tiles before each tile, and the list
 holds 2 t for the listed tile t, and 2 t + 1 if all of its scores are visible.
 
-    before [rows, keys + 1], list [rows, keys], before [keys, rows + 1], list [keys, rows]
+    before [rows, keys + 1], list [rows, keys], before [keys, rows + 1], list [keys, rows], bits [rows, keys, TILE, 2]
 
-Tiles are TILE x TILE; kernels with smaller tiles go through a listed one in steps. A mask that is equal for all
-queries (KEY) has one row, and a key tile that it lists is seen by every query tile.
+Behind them are the bits of all scores, 64 for each row of a tile, in two words. Kernels read those of tiles that hide
+some of their scores, and never the mask itself. Tiles are TILE x TILE; kernels with smaller tiles go through a listed
+one in steps. A mask that is equal for all queries (KEY) has one row of tiles with one row of bits each, and a key tile
+that it lists is seen by every query tile.
 """
 
 from typing import Any, NamedTuple
@@ -16,16 +18,18 @@ import triton
 import triton.language as tl
 
 from .chunks import head_pointer
-from .scores import KEY, SeenPlane
+from .scores import KEY, Bits, load_row
 
 TILE = tl.constexpr(64)
 
 
 class Lists(NamedTuple):
-    """The list of one tile of queries or keys."""
+    """The list of one tile of queries or keys, and the bits of its tiles."""
 
     before: Any
     listed: Any
+    bits: Any  # of its first tile
+    apart: Any  # words from the bits of one of its tiles to those of the next
 
 
 @triton.jit
@@ -33,10 +37,12 @@ def keys_of(i0, at, span, inputs, strides, TILES: tl.constexpr):
     """The list of key tiles of the query tile at i0; None without a table."""
     if TILES:
         head = head_pointer(inputs.mask_tiles, strides.tiles, at, at.h, 1)
-        rows = 1 if TILES == KEY else tl.cdiv(span.len_q, TILE)
-        row = (i0 * 0 if TILES == KEY else i0 // TILE).to(tl.int64)
         keys = tl.cdiv(span.len_k, TILE).to(tl.int64)
-        return Lists(head + row * (keys + 1), head + rows * (keys + 1) + row * keys)
+        rows = keys * 0 + 1 if TILES == KEY else tl.cdiv(span.len_q, TILE).to(tl.int64)
+        row = (i0 * 0 if TILES == KEY else i0 // TILE).to(tl.int64)
+        apart = keys * 0 + (2 if TILES == KEY else 2 * TILE)
+        bits = head + 4 * rows * keys + rows + keys + row * keys * apart
+        return Lists(head + row * (keys + 1), head + rows * (keys + 1) + row * keys, bits, apart)
 
 
 @triton.jit
@@ -46,9 +52,11 @@ def queries_of(j0, at, span, inputs, strides, TILES: tl.constexpr):
         head = head_pointer(inputs.mask_tiles, strides.tiles, at, at.h, 1)
         keys = tl.cdiv(span.len_k, TILE).to(tl.int64)
         rows = keys * 0 + 1 if TILES == KEY else tl.cdiv(span.len_q, TILE).to(tl.int64)
+        row = (j0 // TILE).to(tl.int64)
+        apart = 2 if TILES == KEY else 2 * TILE
+        bits = head + 4 * rows * keys + rows + keys + row * apart
         head += rows * (2 * keys + 1)
-        row = j0 // TILE
-        return Lists(head + row * (rows + 1), head + keys * (rows + 1) + row * rows)
+        return Lists(head + row * (rows + 1), head + keys * (rows + 1) + row * rows, bits, keys * apart)
 
 
 @triton.jit
@@ -87,23 +95,38 @@ def steps_between(lists, low, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def step_of(lists, step, mask, BLOCK: tl.constexpr, EVERY: tl.constexpr):
-    """The start of the tile of a step, and the mask as its scores read it. EVERY: the steps are all tiles, in order."""
-    STEPS: tl.constexpr = TILE // BLOCK
+def key_step(lists, step, i0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
+    """The start of the key tile of a step, and the bits of its rows from i0 on."""
     step += tl.zeros([], tl.int32)  # a tensor: the interpreter counts in Python
-    if EVERY:
-        entry = tl.load(lists.listed)
-        start = step * BLOCK
-    else:
-        entry = tl.load(lists.listed + step // STEPS)
-        start = entry // 2 * TILE + step % STEPS * BLOCK
-    return start, seen_whole(mask, entry % 2 == 1)
+    entry = tl.load(lists.listed + step // (TILE // BLOCK_N))
+    i = i0 % TILE + tl.arange(0, BLOCK_M)
+    bits = bits_of(lists, entry // 2, i, entry % 2 == 0, False, TILES)
+    return entry // 2 * TILE + step % (TILE // BLOCK_N) * BLOCK_N, bits
 
 
 @triton.jit
-def seen_whole(mask, whole):
-    """The mask of a tile that is not read where the tile is `whole`."""
-    return SeenPlane(mask.pointer, mask.row_stride, mask.column_stride, mask.rows, whole)
+def query_step(lists, step, BLOCK_M: tl.constexpr, TRANSPOSED: tl.constexpr, TILES: tl.constexpr):
+    """The start of the query tile of a step, and the bits of its rows."""
+    step += tl.zeros([], tl.int32)
+    if TILES == KEY:  # the steps are all query tiles, in order
+        start = step * BLOCK_M
+        tile = step * 0
+        entry = tl.load(lists.listed)
+    else:
+        entry = tl.load(lists.listed + step // (TILE // BLOCK_M))
+        tile = entry // 2
+        start = tile * TILE + step % (TILE // BLOCK_M) * BLOCK_M
+    i = start % TILE + tl.arange(0, BLOCK_M)
+    return start, bits_of(lists, tile, i, entry % 2 == 0, TRANSPOSED, TILES)
+
+
+@triton.jit
+def bits_of(lists, tile, i, partial, ALONG_COLUMNS: tl.constexpr, TILES: tl.constexpr):
+    """The bits of rows i of a tile, which are not read, and all set, unless it is `partial`."""
+    words = lists.bits + tile * lists.apart + (i * 0 if TILES == KEY else 2 * i)
+    low = load_row(words, partial & (i >= 0), -1, ALONG_COLUMNS)
+    high = load_row(words + 1, partial & (i >= 0), -1, ALONG_COLUMNS)
+    return Bits(low, high)
 
 
 @triton.jit
@@ -115,11 +138,10 @@ def is_shared(strides, shared):
 
 
 @triton.jit
-def tile_of(i0, j0, at, span, inputs, strides, TILES: tl.constexpr):
-    """Whether the tile at (i0, j0) holds a visible score, and whether all of its scores are visible."""
+def tile_at(i0, j0, at, span, inputs, strides, BLOCK_M: tl.constexpr, TILES: tl.constexpr):
+    """Whether the tile at (i0, j0) holds a visible score, and the bits of its rows from i0 on."""
     lists = keys_of(i0, at, span, inputs, strides, TILES)
     tile = j0 // TILE
     before = tl.load(lists.before + tile)
     some = tl.load(lists.before + tile + 1) > before
-    entry = tl.load(lists.listed + before, mask=some, other=0)
-    return some, entry % 2 == 1
+    return some, bits_of(lists, tile, i0 % TILE + tl.arange(0, BLOCK_M), tile >= 0, False, TILES)

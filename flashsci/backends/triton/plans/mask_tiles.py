@@ -14,7 +14,7 @@ from flashsci.backends.triton.kernels.mask_tiles import (
 )
 from flashsci.backends.triton.launcher import Launch
 from flashsci.backends.triton.plans.strides import plane_strides, plane_vector
-from flashsci.call.mask_tiles import table_length, tiles
+from flashsci.call.mask_tiles import table_length, tile_rows, tiles, words
 from flashsci.call.op_checks import need
 from flashsci.call.row_pitch import once
 from flashsci.call.schemas import LIBRARY, define_op
@@ -32,7 +32,7 @@ def launches(device: torch.device, shape: tuple[int, ...], stride: tuple[int, ..
     vector = plane_vector(strides, keys, 1, False, True)
     group = GROUPS[vector > 1]
     groups, blocks = -(-tiles_k // group), math.prod(lead)
-    sizes = MaskSizes(rows, keys, tiles_q, tiles_k, groups, lead[1], lead[2], table_length(rows, keys))
+    sizes = MaskSizes(rows, keys, tiles_q, tiles_k, groups, lead[1], lead[2], table_length(rows, keys), words(rows, keys), tile_rows(rows))
     classify = Launch(
         classify_kernel,
         blocks * tiles_q * groups,
@@ -59,7 +59,7 @@ def mask_tiles(mask: torch.Tensor) -> torch.Tensor:
     classify, make = launches(mask.device, tuple(mask.shape), mask.stride())
     blocks = math.prod(mask.shape[:-2])
     kinds = torch.empty(blocks * tiles(mask.shape[-2]) * tiles(mask.shape[-1]), dtype=torch.int8, device=mask.device)
-    classify(mask, kinds)
+    classify(mask, kinds, table)
     make(kinds, table)
     return table
 
