@@ -166,9 +166,10 @@ def attention(
         2307.08691; Press, Smith, Lewis, arXiv:2108.12409 (ALiBi); Xiao et al., arXiv:2309.17453 (sinks; as
         one learnt logit per head they are gpt-oss's).
     """
-    again = call = tiles = None
-    if mask is not None and type(mask) is BlockMask:
-        mask, tiles = mask.mask, mask.tiles
+    again = call = None
+    tiles: Tensor | None = None
+    if mask is not None and isinstance(mask, BlockMask):
+        tiles, mask = mask.tiles, mask.mask
     if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)

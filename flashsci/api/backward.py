@@ -120,9 +120,9 @@ def attention_backward(
     given_bias, bias = bias, arguments.widened(bias, q.dtype)
     kernel_bias, bias_offsets, kernel_weight = bias, None, key_weight
     if cu_seqlens_q is None:
-        given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes)
-        call = describe(given, options, needs_grad, tiles is not None)
-        if tiles is not None and not tables.belongs(tiles, given):
+        dense = Dense(q, k, v, bias, key_weight, mask, alibi_slopes)
+        call = describe(dense, options, needs_grad, tiles is not None)
+        if tiles is not None and not tables.belongs(tiles, dense):
             tiles = None
         equal = all(x.dim() == q.dim() and x.shape[:-3] == q.shape[:-3] for x in (k, v))
         if not equal or q.dim() > 5:

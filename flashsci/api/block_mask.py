@@ -13,6 +13,7 @@ from flashsci.call.ops import empty_with_inner_keys
 from flashsci.call.row_pitch import once
 from flashsci.choice import backends
 
+
 def parts(mask: Tensor | BlockMask | None) -> tuple[Tensor | None, Tensor | None]:
     """The bool tensor of a mask, and its table, if the mask is a BlockMask."""
     return (mask.mask, mask.tiles) if isinstance(mask, BlockMask) else (mask, None)

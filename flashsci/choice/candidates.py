@@ -11,7 +11,6 @@ from flashsci.choice import preferences
 from flashsci.choice.backends import BACKENDS, find
 from flashsci.choice.gradients import gradients, named
 
-
 #: The rule of calls whose mask has a table of its tiles.
 TILED = preferences.Rule(
     {"mask_tiles": True},

@@ -69,7 +69,10 @@ def require(inputs):
 @pytest.mark.parametrize("name", list(masks(1, 1)) if torch.cuda.is_available() else ["band"])
 def test_tables_and_numbers(name):
     mask = masks()[name]
-    for given in (mask, torch.nn.functional.pad(mask, (0, 19))[..., : mask.shape[-1]]):  # rows of any pitch, and of 16 bytes
+    for given in (
+        mask,
+        torch.nn.functional.pad(mask, (0, 19))[..., : mask.shape[-1]],
+    ):  # rows of any pitch, and of 16 bytes
         table = tables.table_of(given)
         seen = given[(None,) * (2 - given.dim())]
         high = tables.tiles(seen.shape[-2])
@@ -120,7 +123,9 @@ def test_second_order(mask, bias):
 def test_graphs_and_the_compiler(as_block):
     mask = masks()["documents"]
     given = flashsci.BlockMask.from_mask(mask) if as_block else mask.clone()
-    q, k, v = (torch.randn(2, 8, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (517, 701, 701))
+    q, k, v = (
+        torch.randn(2, 8, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (517, 701, 701)
+    )
 
     def step(q, k, v, mask):
         out = flashsci.attention(q, k, v, mask=mask, backend="triton")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -102,9 +104,10 @@ def naive_table(mask):
     kinds, found = kinds_of(mask), []
     for lines in (kinds, [list(line) for line in zip(*kinds, strict=True)]):
         lists = [[2 * t + kind // 2 for t, kind in enumerate(line) if kind] for line in lines]
-        before = [[sum(map(bool, line[:t])) for t in range(len(line) + 1)] for line in lines]
-        padded = [x + [0] * (len(line) - len(x)) for x, line in zip(lists, lines, strict=True)]
-        found += [*sum(before, []), *sum(padded, [])]
+        for line in lines:
+            found += [sum(map(bool, line[:t])) for t in range(len(line) + 1)]
+        for line, listed in zip(lines, lists, strict=True):
+            found += listed + [0] * (len(line) - len(listed))
     return torch.tensor(found, dtype=torch.int32)
 
 
@@ -211,15 +214,15 @@ def test_second_order(name, made):
 def test_kernels_visit_the_listed_tiles_alone(monkeypatch):
     """Steps of each kernel over a band: those of its listed tiles, of 32 queries or 16 keys."""
     steps = {}
-    for module in (forward, backward_queries, backward_keys):
 
+    def counted(module, step, *given):
+        steps[module] = steps.get(module, 0) + 1
+        return step(*given)
+
+    for module in (forward, backward_queries, backward_keys):
         name = "query_step" if module is backward_keys else "key_step"
 
-        def counted(*given, step=getattr(module, name), module=module):
-            steps[module] = steps.get(module, 0) + 1
-            return step(*given)
-
-        monkeypatch.setattr(module, name, counted)
+        monkeypatch.setattr(module, name, partial(counted, module, getattr(module, name)))
     q, k, v = (torch.randn(1, 1, 512, 16, requires_grad=True) for _ in range(3))
     mask = band(512, 512, 10)
     out = flashsci.attention(q, k, v, mask=mask, backend="triton")
@@ -277,7 +280,7 @@ def test_vmap_over_a_mask(made):
     assert close(step("triton"), step("reference")) and made
     block = flashsci.BlockMask.from_mask(masks[0])
     found, due = (
-        torch.func.vmap(lambda q: flashsci.attention(q, k[0], v[0], mask=mask, backend=backend))(q)
+        torch.func.vmap(partial(flashsci.attention, k=k[0], v=v[0], mask=mask, backend=backend))(q)
         for mask, backend in ((block, "triton"), (masks[0], "reference"))
     )
     assert close([found], [due])
@@ -287,7 +290,7 @@ def test_forward_mode(made):
     q, k, v, tq = (torch.randn(1, 2, 100, 16) for _ in range(4))
     mask = band(100, 100)
     found, due = (
-        torch.func.jvp(lambda q: flashsci.attention(q, k, v, mask=mask, backend=backend), (q,), (tq,))
+        torch.func.jvp(partial(flashsci.attention, k=k, v=v, mask=mask, backend=backend), (q,), (tq,))
         for backend in ("triton", "reference")
     )
     assert close(found, due) and made

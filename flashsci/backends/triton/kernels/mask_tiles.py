@@ -8,7 +8,6 @@ Limits    memory: the bytes of the mask
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from .kernel import kernel

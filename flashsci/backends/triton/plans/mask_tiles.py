@@ -32,7 +32,18 @@ def launches(device: torch.device, shape: tuple[int, ...], stride: tuple[int, ..
     vector = plane_vector(strides, keys, 1, False, True)
     group = GROUPS[vector > 1]
     groups, blocks = -(-tiles_k // group), math.prod(lead)
-    sizes = MaskSizes(rows, keys, tiles_q, tiles_k, groups, lead[1], lead[2], table_length(rows, keys), words(rows, keys), tile_rows(rows))
+    sizes = MaskSizes(
+        rows,
+        keys,
+        tiles_q,
+        tiles_k,
+        groups,
+        lead[1],
+        lead[2],
+        table_length(rows, keys),
+        words(rows, keys),
+        tile_rows(rows),
+    )
     classify = Launch(
         classify_kernel,
         blocks * tiles_q * groups,
