@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import pytest
@@ -313,6 +314,22 @@ def test_checkpoint(as_block, reentrant):
         out.square().sum().backward()
         found = out, *(x.grad for x in leaves)
         assert all(torch.equal(x, y) for x, y in zip(found, due, strict=True))
+
+
+def test_a_repeated_call_with_a_block_mask_is_recognised(monkeypatch):
+    found, repeated = [], plans.repeated
+
+    def spied(*given):
+        again, call = repeated(*given)
+        found.append(again is not None)
+        return again, call
+
+    monkeypatch.setattr(sys.modules["flashsci.api.attention"], "repeated", spied)
+    q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+    for length in (20, 30, 40):
+        given = flashsci.BlockMask.from_mask(documents(100, 100, length))
+        flashsci.attention(q, k, v, mask=given, backend="triton")
+    assert found[-1]
 
 
 def test_repeated_calls_read_the_mask_of_each():

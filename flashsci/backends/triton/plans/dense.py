@@ -177,11 +177,11 @@ class DensePlan:
             self.precision,
             self.head_dim,
             self.head_dim_v,
-            self.bias_mask,
+            self.bias_mask or bool(self.tiles),
             *self.lengths,
         )
-        if self.tiles:  # a step is a part of a tile of the table
-            block_m, block_n = min(block_m, TILE), min(block_n, TILE)
+        if self.tiles and max(block_m, block_n) > TILE:  # a step is a tile of the table, or a part of it
+            block_m, block_n, warps, registers = min(block_m, TILE), min(block_n, TILE), min(warps, 4), []
         by_keys = kernel in tilings.BY_KEYS
         size, block = (self.size_k, block_n) if by_keys else (self.size_q, block_m)
         tiles = size // block + self.sequences + 2 if self.varlen else -(-size // block)
