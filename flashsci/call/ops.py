@@ -100,6 +100,9 @@ class Tensors(NamedTuple):
         Tensors from saved-tensor hooks may have any strides.
         """
         rows = self.inner_contiguous(None)
+        tiles = rows.mask_tiles
+        if tiles is not None and tiles.stride(-1) != 1:
+            rows = rows._replace(mask_tiles=tiles.contiguous())
         indices = [rows[i] for i in _INDICES]
         if all(x is None or x.is_contiguous() for x in indices):
             return rows

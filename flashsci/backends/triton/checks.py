@@ -120,7 +120,7 @@ def _check_table(table: Tensor, mask: Tensor | None, q: Tensor, k: Tensor) -> No
     need(mask is not None, "mask_tiles belong to a mask")
     assert mask is not None
     lengths = {table_length(rows, k.shape[-2]) for rows in (1, q.shape[-2])}
-    fits = table.dim() == mask.dim() and table.shape[-2] == 1 and table.shape[-1] in lengths and table.stride(-1) == 1
+    fits = table.dim() == mask.dim() and table.shape[-2] == 1 and table.shape[-1] in lengths
     fits = fits and all(n in (1, m) for n, m in zip(table.shape[:-2], mask.shape[:-2], strict=True))
     need(
         fits,
@@ -191,7 +191,8 @@ def checked(
             _known.clear()
         _known.add(key)
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and tensors.cu_seqlens_q is tensors.dropout_seed is None:
-        return tensors  # the usual call, at once
+        if tensors.mask_tiles is None:
+            return tensors  # the usual call, at once
     return tensors.laid_out()
 
 

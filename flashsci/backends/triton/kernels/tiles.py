@@ -28,6 +28,7 @@ class Lists(NamedTuple):
 
     before: Any
     listed: Any
+    count: Any  # its most tiles
     bits: Any  # of its first tile
     apart: Any  # words from the bits of one of its tiles to those of the next
 
@@ -42,7 +43,7 @@ def keys_of(i0, at, span, inputs, strides, TILES: tl.constexpr):
         row = (i0 * 0 if TILES == KEY else i0 // TILE).to(tl.int64)
         apart = keys * 0 + (2 if TILES == KEY else 2 * TILE)
         bits = head + 4 * rows * keys + rows + keys + row * keys * apart
-        return Lists(head + row * (keys + 1), head + rows * (keys + 1) + row * keys, bits, apart)
+        return Lists(head + row * (keys + 1), head + rows * (keys + 1) + row * keys, keys.to(tl.int32), bits, apart)
 
 
 @triton.jit
@@ -56,7 +57,8 @@ def queries_of(j0, at, span, inputs, strides, TILES: tl.constexpr):
         apart = 2 if TILES == KEY else 2 * TILE
         bits = head + 4 * rows * keys + rows + keys + row * apart
         head += rows * (2 * keys + 1)
-        return Lists(head + row * (rows + 1), head + keys * (rows + 1) + row * rows, bits, keys * apart)
+        before = head + row * (rows + 1)
+        return Lists(before, head + keys * (rows + 1) + row * rows, rows.to(tl.int32), bits, keys * apart)
 
 
 @triton.jit
@@ -77,7 +79,7 @@ def query_steps(lists, edges, BLOCK_M: tl.constexpr, TILES: tl.constexpr):
     elif TILES == KEY:
         high = tl.maximum(edges[3], 0)
         first = tl.minimum(edges[0], high) // BLOCK_M
-        last = tl.cdiv(high, BLOCK_M) * tl.load(lists.before + 1)
+        last = tl.where(tl.load(lists.before + 1) > 0, tl.cdiv(high, BLOCK_M), 0)
         return first, first, first, last
     else:
         first, last = steps_between(lists, edges[0], edges[3], BLOCK_M)
@@ -89,8 +91,8 @@ def steps_between(lists, low, high, BLOCK: tl.constexpr):
     """The first step, and the end of the steps, of the listed tiles that hold one of [low, high)."""
     high = tl.maximum(high, 0)
     low = tl.minimum(low, high)
-    first = tl.load(lists.before + low // TILE)
-    last = tl.load(lists.before + tl.cdiv(high, TILE))
+    first = tl.minimum(tl.maximum(tl.load(lists.before + low // TILE), 0), lists.count)
+    last = tl.minimum(tl.maximum(tl.load(lists.before + tl.cdiv(high, TILE)), 0), lists.count)
     return first * (TILE // BLOCK), last * (TILE // BLOCK)
 
 
@@ -98,7 +100,7 @@ def steps_between(lists, low, high, BLOCK: tl.constexpr):
 def key_step(lists, step, i0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
     """The start of the key tile of a step, and the bits of its rows from i0 on."""
     step += tl.zeros([], tl.int32)  # a tensor: the interpreter counts in Python
-    entry = tl.load(lists.listed + step // (TILE // BLOCK_N))
+    entry = entry_of(lists, step // (TILE // BLOCK_N))
     i = i0 % TILE + tl.arange(0, BLOCK_M)
     bits = bits_of(lists, entry // 2, i, entry % 2 == 0, False, TILES)
     return entry // 2 * TILE + step % (TILE // BLOCK_N) * BLOCK_N, bits
@@ -111,13 +113,19 @@ def query_step(lists, step, BLOCK_M: tl.constexpr, TRANSPOSED: tl.constexpr, TIL
     if TILES == KEY:  # the steps are all query tiles, in order
         start = step * BLOCK_M
         tile = step * 0
-        entry = tl.load(lists.listed)
+        entry = entry_of(lists, 0)
     else:
-        entry = tl.load(lists.listed + step // (TILE // BLOCK_M))
+        entry = entry_of(lists, step // (TILE // BLOCK_M))
         tile = entry // 2
         start = tile * TILE + step % (TILE // BLOCK_M) * BLOCK_M
     i = start % TILE + tl.arange(0, BLOCK_M)
     return start, bits_of(lists, tile, i, entry % 2 == 0, TRANSPOSED, TILES)
+
+
+@triton.jit
+def entry_of(lists, place):
+    """An entry of a list. Whatever a table holds, it names a tile of the mask."""
+    return tl.minimum(tl.maximum(tl.load(lists.listed + place), 0), 2 * lists.count - 1)
 
 
 @triton.jit

@@ -61,6 +61,7 @@ def launches(device: torch.device, shape: tuple[int, ...], stride: tuple[int, ..
 def mask_tiles(mask: torch.Tensor) -> torch.Tensor:
     """The table [*, 1, N] of a mask [*, rows, keys]; dims that repeat the mask have size 1."""
     _check(mask)
+    need(not mask.is_meta, "mask is on device meta, which has no values; move it to that of the kernels")
     mask = _blocks(mask)
     table = _empty(mask)
     if table.numel() == 0:

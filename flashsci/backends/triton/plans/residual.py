@@ -305,7 +305,7 @@ def checked(call: ResidualCall, of_out: tuple = (), of_lse: tuple = (), **scores
     Raises:
         TypeError, ValueError: arguments that do not fit.
     """
-    q, k, v, *_, seed, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
+    q, k, v, *_, seed, _, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
     if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:
         given = shapes(q=q, k=k, v=v)
         raise ValueError(f"flashsci: head dims of residual attention must be 1 to {MAX_HEAD_DIM}: {given}")
