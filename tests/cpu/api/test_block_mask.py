@@ -12,6 +12,7 @@ from flashsci.call.kinds import Dense
 from flashsci.call.mask_tiles import belongs, decides
 from flashsci.call.ops import Tensors
 from flashsci.choice.candidates import TILED, rule_of
+from flashsci.choice.gradients import by_rules, gradients
 
 
 def test_documents():
@@ -119,4 +120,9 @@ def test_calls_on_tensor_cores_with_tables_are_triton_s():
     q = torch.randn(1, 2, 20, 16)
     problem = flashsci.explain(q, q, q, mask=BlockMask.from_documents(torch.arange(20))).problem
     for capability, tiled in (((9, 0), True), ((8, 0), True), ((7, 5), False)):
-        assert (rule_of(replace(problem, capability=capability, device_type="cuda")) is TILED) == tiled
+        here = replace(problem, capability=capability, device_type="cuda")
+        assert (rule_of(here) is TILED) == tiled
+        if tiled:
+            assert rule_of(here).order[0] == "triton"
+            learning = replace(here, requires_grad=True)
+            assert gradients(by_rules("triton"), learning, anywhere=True).backend == "triton"
