@@ -190,9 +190,9 @@ def checked(
         if len(_known) >= 4096:
             _known.clear()
         _known.add(key)
-    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and tensors.cu_seqlens_q is tensors.dropout_seed is None:
-        if tensors.mask_tiles is None:
-            return tensors  # the usual call, at once
+    whole = tensors.cu_seqlens_q is tensors.dropout_seed is tensors.mask_tiles is None
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and whole:
+        return tensors  # the usual call, at once
     return tensors.laid_out()
 
 
