@@ -419,4 +419,6 @@ def masks_that_hide_tiles(backend: str, device: torch.device) -> None:
     if device.type != "cuda":
         calls = calls[1:3]
     dtypes = DTYPES if device.type == "cuda" else DTYPES[:1]
-    each_served(functools.partial(judge, kind, dtype, *rest) for kind, *rest in calls for dtype in dtypes)
+    each_served(
+        functools.partial(judge, kind, dtype, bias, options) for kind, bias, options in calls for dtype in dtypes
+    )
