@@ -128,7 +128,7 @@ def require_table(table, mask):
     assert torch.equal(table[len(lists) :], naive_bits(mask))
 
 
-@pytest.mark.parametrize("sizes", ((200, 333), (64, 64), (1, 129), (65, 1), (320, 192)), ids=str)
+@pytest.mark.parametrize("sizes", ((200, 333), (64, 64), (1, 129), (65, 1), (320, 192), (70, 134), (130, 140)), ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_the_table_is_that_of_the_tiles(name, sizes):
     mask = MASKS[name](*sizes)
@@ -147,6 +147,8 @@ def test_a_repeated_mask_has_one_table():
         once = mask if given.stride(-2) else mask[:1]
         assert table.shape[:-1] == (1, 1, 1)
         require_table(table[0, 0, 0], once)
+    for pitch in (335, 336, 352):
+        require_table(tables.table_of(torch.nn.functional.pad(mask, (0, pitch - 333), value=True)[:, :333])[0], mask)
     transposed = graph(333, 200).mT
     require_table(tables.table_of(transposed)[0], transposed)
 

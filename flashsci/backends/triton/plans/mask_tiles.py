@@ -13,14 +13,23 @@ from flashsci.backends.triton.kernels.mask_tiles import (
     list_kernel,
 )
 from flashsci.backends.triton.launcher import Launch
-from flashsci.backends.triton.plans.strides import plane_strides, plane_vector
+from flashsci.backends.triton.plans.strides import plane_strides
 from flashsci.call.mask_tiles import table_length, tile_rows, tiles, words
 from flashsci.call.op_checks import need
 from flashsci.call.row_pitch import once
 from flashsci.call.schemas import LIBRARY, define_op
 
-#: Key tiles of a program, by whether rows begin at multiples of 16 bytes.
+#: Key tiles of a program, by whether rows begin at multiples of 4 bytes.
 GROUPS = {True: 4, False: 2}
+
+
+def bytes_at_once(strides: tuple[int, ...], keys: int) -> int:
+    """The bytes of a mask that one load may take, up to 16: all rows begin and end at multiples of them, or their pitch
+    holds the last load. 0: keys are not neighbours in memory."""
+    if strides[4] != 1:
+        return 0
+    step = math.gcd(16, *strides[:4])
+    return step if strides[3] > keys else math.gcd(step, keys)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -29,8 +38,8 @@ def launches(device: torch.device, shape: tuple[int, ...], stride: tuple[int, ..
     lead, rows, keys = (1, 1, 1, *shape[:-2])[-3:], *shape[-2:]
     tiles_q, tiles_k = tiles(rows), tiles(keys)
     strides = plane_strides(shape, stride, False)
-    vector = plane_vector(strides, keys, 1, False, True)
-    group = GROUPS[vector > 1]
+    vector = bytes_at_once(strides, keys)
+    group = GROUPS[vector >= 4]
     groups, blocks = -(-tiles_k // group), math.prod(lead)
     sizes = MaskSizes(
         rows,
