@@ -279,6 +279,9 @@ def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         raise ValueError(f"the leading dims (before heads) of q, k, v do not broadcast: {shapes}") from error
 
 
+_FIELDS = fields(Dense)
+
+
 def describe(given: Dense, options: arguments.Options, needs_grad: bool, tiled: bool = False) -> tuple[Any, ...]:
     """Check a dense call; the arguments of problem_of. ``tiled``: its mask is a BlockMask.
 
@@ -286,7 +289,7 @@ def describe(given: Dense, options: arguments.Options, needs_grad: bool, tiled: 
         TypeError, ValueError: as :func:`attention` documents.
     """
     q, k, v = given.q, given.k, given.v
-    bias, key_weight, mask = given.bias, given.key_weight, given.mask
+    bias = given.bias
     arguments.check_tensors(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() < 2:
@@ -300,23 +303,15 @@ def describe(given: Dense, options: arguments.Options, needs_grad: bool, tiled: 
     batch = _leading(q, k, v)
     heads = (heads_q,) if max(q.dim(), k.dim(), v.dim()) > 2 else ()
     full = (*batch, *heads, q.shape[-2], k.shape[-2])
-    if bias is not None:
-        arguments.check_bias_dtype(bias, q.dtype)
-        arguments.check_broadcast("bias", bias.shape, full)
-    if mask is not None:
-        arguments.check_mask_dtype(mask)
-        arguments.check_broadcast("mask", mask.shape, full)
-    if key_weight is not None:
-        arguments.check_key_weight_dtype(key_weight, q.dtype)
-        keys = (*batch, *(heads and (heads_k,)), k.shape[-2])
-        arguments.check_broadcast("key_weight", key_weight.shape, keys, "Hk, Sk")
-    if given.alibi_slopes is not None:
-        arguments.check_alibi(given.alibi_slopes, q, (*batch, heads_q), "Hq")
-    if given.sink is not None:
-        arguments.check_sink(given.sink, q, heads_q)
-    arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
+    shapes = {
+        Role.SCORES: (full, "Hq, Sq, Sk"),
+        Role.KEYS: ((*batch, *(heads and (heads_k,)), k.shape[-2]), "Hk, Sk"),
+        Role.HEADS: ((*batch, heads_q), "Hq"),
+        Role.LOGITS: ((heads_q,), "Hq"),
+    }
+    arguments.check_others(_FIELDS, given, shapes)
     features = options.features(dict(zip(given._fields, given, strict=True)), needs_grad)
-    features["mask_tiles"] = tiled or tables.decides(Tensors(q, k, v, mask=mask))
+    features["mask_tiles"] = tiled or tables.decides(Tensors(q, k, v, mask=given.mask))
     if hides_sizes(q, k, v):
         features["bias_shape"] = None if bias is None else ()
         features["sizes_from_data"] = sizes_from_data(q, k)

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from flashsci.call import arguments, mask_tiles
+from flashsci.call.kinds import Dense, fields
 from flashsci.call.ops import empty_with_inner_keys
 from flashsci.call.row_pitch import once
 from flashsci.choice import backends
+
+
+def _check(name: str, mask: Tensor) -> None:
+    """Check that a mask is a bool tensor."""
+    arguments.check_type(name, mask)
+    argument = fields(Dense)["mask"].argument
+    assert argument is not None
+    arguments.check_dtype(name, mask, argument, torch.bool)
 
 
 def parts(mask: Tensor | BlockMask | None) -> tuple[Tensor | None, Tensor | None]:
@@ -55,8 +64,7 @@ class BlockMask(NamedTuple):
             TypeError: not a bool tensor.
             ValueError: fewer than two dims.
         """
-        arguments.check_type("mask", mask)
-        arguments.check_mask_dtype(mask)
+        _check("mask", mask)
         if mask.dim() < 2:
             raise ValueError(f"mask must have at least two dims [Sq, Sk], got shape {list(mask.shape)}")
         found = once(mask)
@@ -115,8 +123,7 @@ class BlockMask(NamedTuple):
         for first in range(0, Sq, rows):
             part = mask[:, :, first : first + rows]
             found = function(b[:, None, None, None], h[:, None, None], q[first : first + rows, None], k)
-            arguments.check_type("the result of function", found)
-            arguments.check_mask_dtype(found)
+            _check("the result of function", found)
             arguments.check_broadcast("the result of function", found.shape, part.shape, "B, H, rows, Sk")
             part.copy_(found)
         return cls._of(mask, mask.shape)

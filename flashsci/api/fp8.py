@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashsci.call import arguments, transforms
 from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
+from flashsci.call.kinds import SCALE
 from flashsci.call.problem import facts
 from flashsci.call.torch_state import count_flops, hides_sizes
 from flashsci.choice import backends
@@ -175,8 +176,7 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Ten
 def _check_scale(name: str, scale: Tensor | None, x: Tensor, sequences: int) -> None:
     if scale is None:
         return
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{name} must be float32, got {scale.dtype}; call .float()")
+    arguments.check_dtype(name, scale, SCALE, x.dtype)
     inner = x.transpose(0, 1) if sequences >= 0 else x
     if rows_per_scale(scale, inner, sequences) is not None:
         return

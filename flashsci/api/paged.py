@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call import arguments, transforms
-from flashsci.call.kinds import fields
+from flashsci.call.kinds import SCALE, Role, fields
 from flashsci.call.paged_ops import FP8, PagedScalars, PagedTensors
 from flashsci.call.plans import grad_enabled, gradients, keep, plans, signature
 from flashsci.call.problem import facts
@@ -237,7 +237,8 @@ def write_kv_cache(
     write(key, value, k_cache, v_cache, slot_mapping.contiguous(), *scales)
 
 
-_NEEDED = tuple(name for name, field in fields(PagedTensors).items() if not field.optional)
+_FIELDS = fields(PagedTensors)
+_NEEDED = tuple(name for name, field in _FIELDS.items() if not field.optional)
 
 
 def describe(
@@ -252,8 +253,8 @@ def describe(
     needed = {name: tensors[name] for name in _NEEDED}
     optional = {name: x for name, x in tensors.items() if name not in needed}
     _check_all("paged_attention", needed, dict(**optional, out=out))
-    q, k_cache, v_cache, sink = given.q, given.k_cache, given.v_cache, given.sink
-    arguments.same_device(q, **{n: x for n, x in needed.items() if n != "q"}, sink=sink, out=out)
+    q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
+    arguments.same_device(q, **{n: x for n, x in needed.items() if n != "q"}, out=out)
     if q.dim() != 3:
         raise ValueError(f"q must be packed, [T, Hq, D], got {arguments.shape_of(q)}")
     _check_caches(q, k_cache, v_cache)
@@ -262,8 +263,8 @@ def describe(
     heads_q, heads_k = q.shape[1], k_cache.shape[2]
     arguments.check_heads(heads_q, heads_k, v_cache.shape[2])
     options.check()
+    arguments.check_others(_FIELDS, given, {Role.LOGITS: ((heads_q,), "Hq")}, Role.INDEX)
     _check_tables(given.block_table, given.seqused_k, given.cu_seqlens_q)
-    _check_sink(sink, q)
     for name, scale in (("k_scale", given.k_scale), ("v_scale", given.v_scale)):
         _check_scale(name, scale, q, (given.block_table.shape[0], heads_k), "[N, Hk]")
     if out is not None:
@@ -332,10 +333,6 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def _check_tables(block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> None:
-    tables = (("block_table", block_table), ("seqused_k", seqused_k), ("cu_seqlens_q", cu_seqlens_q))
-    for name, x in tables:
-        if x.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32, got {x.dtype}; call .to(torch.int32)")
     if block_table.dim() != 2 or block_table.shape[1] == 0:
         raise ValueError(
             f"block_table must be [N, max_pages] with at least one page, got {arguments.shape_of(block_table)}"
@@ -348,19 +345,11 @@ def _check_tables(block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) 
         )
 
 
-def _check_sink(sink: Tensor | None, q: Tensor) -> None:
-    if sink is not None and sink.dtype not in (q.dtype, torch.float32):
-        raise TypeError(f"sink must have q's dtype ({q.dtype}) or float32, got {sink.dtype}")
-    if sink is not None and sink.shape != (q.shape[1],):
-        raise ValueError(f"sink must be [Hq = {q.shape[1]}], a logit for each head, got {arguments.shape_of(sink)}")
-
-
 def _check_scale(name: str, scale: Tensor | None, q: Tensor, full: tuple[int, ...], dims: str) -> None:
     if scale is None:
         return
     arguments.same_device(q, **{name: scale})
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{name} must be float32, got {scale.dtype}; call .float()")
+    arguments.check_dtype(name, scale, SCALE, q.dtype)
     if scale.shape not in ((), (1,), full):
         raise ValueError(
             f"{name} must be one number ([] or [1]) or {dims} = {list(full)}, got {arguments.shape_of(scale)}"

@@ -12,7 +12,7 @@ from flashsci.api import fp8
 from flashsci.call import arguments, transforms
 from flashsci.call.arguments import contents_are_seen
 from flashsci.call.dispatch import run, seed_for
-from flashsci.call.kinds import Packed, Role, named
+from flashsci.call.kinds import Packed, Role, fields, named
 from flashsci.call.ops import Given, Tensors, packed
 from flashsci.call.plans import (
     Plan,
@@ -249,6 +249,9 @@ def _plan(
     return keep(key, make()) if plan is None else plan
 
 
+_FIELDS = fields(Packed)
+
+
 def describe(given: Packed, options: arguments.Options, needs_grad: bool) -> tuple[Any, ...]:
     """The arguments of problem_of for a packed call, checked except for the contents of its offsets.
 
@@ -275,9 +278,10 @@ def describe(given: Packed, options: arguments.Options, needs_grad: bool) -> tup
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must hold the same number of sequences, got {counts}")
     features = options.features(dict(zip(given._fields, given, strict=True)), needs_grad)
     features["varlen"] = True
+    sequences = cu_seqlens_q.shape[0] - 1
+    shapes = {Role.HEADS: ((sequences, heads_q), "N, Hq"), Role.LOGITS: ((heads_q,), "Hq")}
+    arguments.check_others(_FIELDS, given, shapes, Role.SCORES, Role.KEYS)
     if bias is not None:
-        arguments.check_bias_dtype(bias, q.dtype)
-        arguments.same_device(q, bias=bias)
         shaped = bias.dim() == 2 or (bias.dim() == 3 and bias.shape[1:] == (1, k.shape[0]))
         if not shaped or bias.shape[0] not in (1, heads_q):
             raise ValueError(
@@ -288,20 +292,12 @@ def describe(given: Packed, options: arguments.Options, needs_grad: bool) -> tup
         features["ragged_bias"] = _per_pair(bias, k.shape[0])
         features["bias_shape"] = () if hides_sizes(q, k, bias) else tuple(bias.shape)
     if key_weight is not None:
-        arguments.check_key_weight_dtype(key_weight, q.dtype)
-        arguments.same_device(q, key_weight=key_weight)
         shape = arguments.shape_of(key_weight)
         if shape not in ([k.shape[0]], [1, k.shape[0]], [heads_k, k.shape[0]]):
             raise ValueError(
                 f"a packed key_weight must be [Tk = {k.shape[0]}] or [Hw, Tk] with Hw 1 or {heads_k}, got {shape}"
             )
-    if given.alibi_slopes is not None:
-        sequences = cu_seqlens_q.shape[0] - 1
-        arguments.check_alibi(given.alibi_slopes, q, (sequences, heads_q), "N, Hq")
-    if given.sink is not None:
-        arguments.check_sink(given.sink, q, heads_q)
     if not hides_sizes(q, k, cu_seqlens_q):
-        sequences = cu_seqlens_q.shape[0] - 1
         features.update(batch=(sequences,), seq_q=q.shape[0], seq_k=k.shape[0])
     return facts(q, v, heads_q, heads_k, features)
 

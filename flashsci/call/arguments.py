@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.call.kinds import OFFSETS, Argument, Field, Role
 from flashsci.call.ops import Scalars
 from flashsci.call.torch_state import is_captured, is_readable, transforming
 from flashsci.call.transforms import is_mapped, wanted
@@ -193,45 +194,64 @@ def widened(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return bias.to(dtype)
 
 
-def check_bias_dtype(bias: Tensor, dtype: torch.dtype) -> None:
-    """Check the dtype of a bias that has passed :func:`widened`."""
-    if bias.dtype == torch.bool:
-        raise TypeError("bias is a bool tensor; a bool pattern goes in mask= (True = attend)")
-    if bias.dtype not in (dtype, torch.float32):
-        narrower = "" if dtype in _HALVES else ", bfloat16, float16"
-        raise TypeError(f"bias must have q's dtype ({dtype}){narrower} or float32, got {bias.dtype}")
+def check_dtype(name: str, x: Tensor, argument: Argument, q: torch.dtype) -> None:
+    """Check the dtype of a tensor against its declaration; one that is cast has passed :func:`widened`."""
+    allowed = argument.taken(q)
+    # Double precision is its own where a kernel has float32 for the others.
+    if x.dtype in allowed or (x.dtype is q is torch.float64 and torch.float32 in allowed):
+        return
+    if x.dtype is torch.bool:
+        raise TypeError(f"{name} is a bool tensor; a bool pattern goes in mask= (True = attend)")
+    spelled = {None: f"q's dtype ({q})", torch.bool: "a bool tensor (True = attend)"}
+    names = [spelled.get(dtype, str(dtype).removeprefix("torch.")) for dtype in argument.dtypes]
+    if argument.widened and q not in _HALVES:
+        names[1:1] = ["bfloat16", "float16"]
+    words = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    verb = "have" if argument.dtypes[0] is None else "be"
+    raise TypeError(f"{name} must {verb} {words}, got {x.dtype}{_CASTS.get(allowed, '')}")
 
 
-def check_key_weight_dtype(key_weight: Tensor, dtype: torch.dtype) -> None:
-    if key_weight.dtype == torch.bool:
-        raise TypeError("key_weight is a bool tensor; a bool pattern goes in mask= (True = attend)")
-    if key_weight.dtype not in (dtype, torch.float32):
-        raise TypeError(f"key_weight must have q's dtype ({dtype}) or float32, got {key_weight.dtype}")
+# The advice where one dtype is taken.
+_CASTS: dict[tuple[torch.dtype, ...], str] = {
+    (torch.float32,): "; call .float()",
+    (torch.int32,): "; call .to(torch.int32)",
+    (torch.bool,): "; additive terms go in bias=",
+}
 
 
-def check_alibi(slopes: Tensor, q: Tensor, shape: Sequence[int], dims: str) -> None:
-    """Check that ``slopes`` are float32, or float64 with float64 tensors, and broadcast to ``shape``, whose last dims
-    are ``dims``."""
-    if slopes.dtype != torch.float32 and not (slopes.dtype == q.dtype == torch.float64):
-        raise TypeError(f"alibi_slopes must be float32, got {slopes.dtype}; call .float()")
-    check_broadcast("alibi_slopes", slopes.shape, shape, dims)
-    same_device(q, alibi_slopes=slopes)
+def check_others(
+    declared: Mapping[str, Field],
+    given: Sequence[Tensor | None],
+    shapes: Mapping[Role, tuple[Sequence[int], str]],
+    *checked: Role,
+) -> None:
+    """Check the tensors beside q, k, v that have these roles, by their declarations: dtype, shape and device.
+
+    Args:
+        declared: the fields of a kind of call (:func:`flashsci.call.kinds.fields`), in the order of ``given``.
+        given: the tensors of a call, q first.
+        shapes: for each role the largest shape, and the names of its last dims.
+        checked: roles whose shapes are checked elsewhere.
+
+    Raises:
+        TypeError, ValueError: a tensor that does not fit.
+    """
+    q = given[0]
+    assert q is not None
+    for field, x in zip(declared.values(), given, strict=True):
+        name, argument = field.name, field.argument
+        if x is None or argument is None or not (argument.role in shapes or argument.role in checked):
+            continue
+        check_dtype(name, x, argument, q.dtype)
+        if argument.role in shapes:
+            full, dims = shapes[argument.role]
+            if argument.role is Role.LOGITS and x.shape != tuple(full):
+                raise ValueError(f"{name} must be one logit per query head, [{dims}] = {list(full)}, got {shape_of(x)}")
+            check_broadcast(name, x.shape, full, dims)
+        same_device(q, **{name: x})
 
 
-def check_sink(sink: Tensor, q: Tensor, heads_q: int) -> None:
-    if sink.dtype not in (q.dtype, torch.float32):
-        raise TypeError(f"sink must have q's dtype ({q.dtype}) or float32, got {sink.dtype}")
-    if shape_of(sink) != [heads_q]:
-        raise ValueError(f"sink must be one logit per query head, [Hq] = [{heads_q}], got {shape_of(sink)}")
-    same_device(q, sink=sink)
-
-
-def check_mask_dtype(mask: Tensor) -> None:
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be a bool tensor (True = attend), got {mask.dtype}; additive terms go in bias=")
-
-
-def check_broadcast(name: str, shape: Sequence[int], full: Sequence[int], dims: str = "Hq, Sq, Sk") -> None:
+def check_broadcast(name: str, shape: Sequence[int], full: Sequence[int], dims: str) -> None:
     """Check that ``shape`` broadcasts to ``full``, whose last dims are ``dims``, without growing it."""
     fits = len(shape) <= len(full) and all(
         a == 1 or a == b for a, b in zip(reversed(shape), reversed(full), strict=False)
@@ -388,8 +408,7 @@ def check_cu_seqlens(name: str, offsets: Any, q: Tensor) -> None:
     if not isinstance(offsets, Tensor):
         raise TypeError(f"{name} must be an int32 tensor [N + 1], got {type(offsets).__name__}")
     check_type(name, offsets)
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {offsets.dtype}; call .to(torch.int32)")
+    check_dtype(name, offsets, OFFSETS, q.dtype)
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         raise ValueError(f"{name} must have shape [N + 1], got {shape_of(offsets)}")
     same_device(q, **{name: offsets})

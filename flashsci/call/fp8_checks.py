@@ -9,7 +9,7 @@ import torch
 
 from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
 from flashsci.call.kinds import Role, named
-from flashsci.call.op_checks import need, numbers, rows, rows_fit, same, shapes, whole
+from flashsci.call.op_checks import declared, need, numbers, rows, rows_fit, same, shapes, whole
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIM = 256  # the largest of kernels
@@ -39,11 +39,11 @@ def attention(tensors: FP8Tensors, scalars: FP8Scalars, head_dim: int = sys.maxs
                 x.dim() == 1 and x.shape[0] >= 1,
                 f"{name} must be a vector of N + 1 offsets, got {list(x.shape)}",
             )
-            same(name, x, edges_q.shape, (torch.int32,), q)
+            declared(FP8Tensors, name, x, edges_q.shape, q)
     for name, x in (("q_scale", q), ("k_scale", k), ("v_scale", v)):
         scale = getattr(tensors, name)
         if scale is not None:
-            same(name, scale, scale.shape, (torch.float32,), q)
+            declared(FP8Tensors, name, scale, scale.shape, q)
             need(
                 rows_per_scale(scale, x, tensors.sequences) is not None,
                 f"{name} of shape {list(scale.shape)} does not fit a tensor of shape {list(x.shape)}; flashsci.quantize makes it",

@@ -35,6 +35,7 @@ class Role(Enum):
     TILES = "a table of tiles for each block of a mask [*, H or 1, 1, N]"
     KEYS = "broadcasts to the rows of k [*, Hk, Sk]"
     HEADS = "broadcasts to the heads of q [*, Hq]"
+    LOGITS = "a number for each head of q [Hq]"
     INDEX = "integers, which kernels read as one block"
     SCALE = "factors of 8-bit floats, with any strides"
     CACHE = "the pages of keys or values of all sequences"
@@ -71,6 +72,11 @@ class Argument(NamedTuple):
     role: Role
     rule: DerivativeRule
     dtypes: tuple[torch.dtype | None, ...] = (None,)  # None: that of q
+    widened: bool = False  # 16-bit numbers are taken with a wider q, too, and cast
+
+    def taken(self, q: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The dtypes that kernels take beside a q of this dtype."""
+        return tuple([q if dtype is None else dtype for dtype in self.dtypes])
 
 
 @dataclass(frozen=True)
@@ -121,27 +127,30 @@ _NO_SLOPES = (
     "ALiBi slopes have no gradient in the Triton kernels, and no tangent; detach them, or write learnt ones as a bias"
 )
 
+OFFSETS = Argument(Role.INDEX, PLACES, (_INT32,))
+SCALE = Argument(Role.SCALE, FIXED, (_FP32,))
+
 # The tensors of calls with derivatives, and of the ops beneath them.
 Rows = Annotated[Tensor, Argument(Role.ROWS, EVERY)]
 Statistics = Annotated[Tensor, Argument(Role.STATISTICS, EVERY, (_FP32,))]
-Bias = Annotated[Tensor | None, Argument(Role.SCORES, EVERY, (None, _FP32))]
+Bias = Annotated[Tensor | None, Argument(Role.SCORES, EVERY, (None, _FP32), widened=True)]
 KeyWeight = Annotated[Tensor | None, Argument(Role.KEYS, EVERY._replace(lacking={"sdpa": _NO_LOG}), (None, _FP32))]
 Mask = Annotated[Tensor | None, Argument(Role.SCORES, PLACES, (torch.bool,))]
 MaskTiles = Annotated[Tensor | None, Argument(Role.TILES, PLACES, (_INT32,))]
 Slopes = Annotated[Tensor | None, Argument(Role.HEADS, EVERY._replace(lacking={"triton": _NO_SLOPES}), (_FP32,))]
-Sink = Annotated[Tensor | None, Argument(Role.HEADS, EVERY, (None, _FP32))]
+Sink = Annotated[Tensor | None, Argument(Role.LOGITS, EVERY, (None, _FP32))]
 Seed = Annotated[Tensor | None, Argument(Role.INDEX, PLACES, (_INT64,))]
-Offsets = Annotated[Tensor, Argument(Role.INDEX, PLACES, (_INT32,))]
-OptionalOffsets = Annotated[Tensor | None, Argument(Role.INDEX, PLACES, (_INT32,))]
+Offsets = Annotated[Tensor, OFFSETS]
+OptionalOffsets = Annotated[Tensor | None, OFFSETS]
 PairOffsets = Annotated[Tensor | None, Argument(Role.INDEX, PLACES, (_INT64,))]
 
 # The tensors of calls without derivatives: paged ones, and those of 8-bit floats.
 FixedRows = Annotated[Tensor, Argument(Role.ROWS, FIXED)]
-FixedSink = Annotated[Tensor | None, Argument(Role.HEADS, FIXED, (None, _FP32))]
+FixedSink = Annotated[Tensor | None, Argument(Role.LOGITS, FIXED, (None, _FP32))]
 Cache = Annotated[Tensor, Argument(Role.CACHE, FIXED, (None, *_FP8))]
 Table = Annotated[Tensor, Argument(Role.INDEX, FIXED, (_INT32,))]
 OptionalTable = Annotated[Tensor | None, Argument(Role.INDEX, FIXED, (_INT32,))]
-Scale = Annotated[Tensor | None, Argument(Role.SCALE, FIXED, (_FP32,))]
+Scale = Annotated[Tensor | None, SCALE]
 
 
 class Dense(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call import memory
+from flashsci.call.kinds import fields
 
 MAX_LENGTH = 1 << 29  # rows, their differences and sums with a window fit 32 bits
 MOST_KNOWN = 4096
@@ -50,6 +51,13 @@ def same(name: str, x: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtyp
     wanted = " or ".join(str(d) for d in dict.fromkeys(dtypes))
     need(x.dtype in dtypes, f"{name} must be {wanted}, got {x.dtype}", TypeError)
     need(tuple(x.shape) == tuple(shape), f"{name} must have shape {list(shape)}, got {list(x.shape)}")
+
+
+def declared(declaration: type, name: str, x: Tensor, shape: Sequence[int], q: Tensor) -> None:
+    """Check a tensor of a kind of call as :func:`same` does, with the dtypes of its declaration."""
+    argument = fields(declaration)[name].argument
+    assert argument is not None, f"{name} is an option"
+    same(name, x, shape, argument.taken(q.dtype), q)
 
 
 def inner_contiguous(name: str, x: Tensor) -> None:

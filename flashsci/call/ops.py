@@ -114,6 +114,7 @@ class Tensors(NamedTuple):
 
 #: The arguments of a prepared function: the fields of :class:`Tensors` in their order, in any sequence.
 Given = Sequence[Any]
+_ROWS = tuple(Tensors._fields.index(name) for name in kinds.named(Tensors, Role.ROWS))
 _INDICES = tuple(Tensors._fields.index(name) for name in kinds.named(Tensors, Role.INDEX))
 # The tensors that broadcast to scores or to rows of k, each with the number of dims that it has fewer than q.
 _FEWER_DIMS = tuple(
@@ -200,7 +201,7 @@ _TENSOR_ARGS, _SCALAR_ARGS = arguments(Tensors), arguments(Scalars)
 # Tangents of the tensors that have gradients; in the double backward, cotangents of their gradients.
 _TANGENT_ARGS = arguments(Tangents, prefix="t")
 _SAVED_ARGS = f"{_TENSOR_ARGS}, Tensor out, Tensor lse, {_SCALAR_ARGS}"
-_GRADIENTS = "Tensor {0}q, Tensor {0}k, Tensor {0}v, Tensor {0}bias, Tensor {0}key_weight"
+_GRADIENTS = ", ".join(f"Tensor {{0}}{name}" for name in Tangents._fields)
 FORWARD_SCHEMA = f"({_TENSOR_ARGS}, {_SCALAR_ARGS}) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = f"(Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> ({_GRADIENTS.format('d')})"
 JVP_SCHEMA = f"({_TANGENT_ARGS}, {_SAVED_ARGS}) -> (Tensor tout, Tensor tlse)"
@@ -209,6 +210,7 @@ DOUBLE_BACKWARD_SCHEMA = (
     f"({_GRADIENTS.format('g')}, Tensor gdout, Tensor gdlse)"
 )
 
+# The gradients wanted: a bit for each field of Tangents in order, and in the double backward for dout and dlse.
 NEED_Q, NEED_K, NEED_V, NEED_BIAS, NEED_KEY_WEIGHT, NEED_DOUT, NEED_DLSE = 1, 2, 4, 8, 16, 32, 64
 
 
@@ -294,24 +296,22 @@ def empty_bias_gradient(bias: Tensor, pitched: bool) -> Tensor:
     return empty_with_inner_keys(bias) if pitched else bias.new_empty(bias.shape)
 
 
-def fake_backward(tensors: Tensors, need: int, windowed: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def fake_backward(tensors: Tensors, need: int, windowed: bool = True) -> tuple[Tensor, ...]:
     """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
     empty."""
-    q, k, v, bias, key_weight = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight
-
-    def gradient(like: Tensor, bit: int) -> Tensor:
-        return empty_like_layout(like, like.shape) if need & bit else like.new_empty((0,))
-
-    def summed(like: Tensor | None, bit: int) -> Tensor:
-        if like is None:
-            return q.new_empty((0,))
-        return like.new_empty(like.shape if need & bit else (0,))
-
-    dbias, dweight = summed(bias, NEED_BIAS), summed(key_weight, NEED_KEY_WEIGHT)
-    if bias is not None and need & NEED_BIAS:
-        packed_rows = tensors.cu_seqlens_q is not None
-        dbias = empty_bias_gradient(bias, pitches_bias_gradient(bias, q, k, windowed or packed_rows))
-    return gradient(q, NEED_Q), gradient(k, NEED_K), gradient(v, NEED_V), dbias, dweight
+    gradients = []
+    for i, x in enumerate(tensors.leaves):
+        if x is None or not need & 1 << i:
+            gradients.append((tensors.q if x is None else x).new_empty((0,)))
+        elif i in _ROWS:
+            gradients.append(empty_like_layout(x, x.shape))
+        elif x is tensors.bias:
+            hidden = windowed or tensors.cu_seqlens_q is not None
+            pitched = pitches_bias_gradient(x, tensors.q, tensors.k, hidden)
+            gradients.append(empty_bias_gradient(x, pitched))
+        else:
+            gradients.append(x.new_empty(x.shape))
+    return tuple(gradients)
 
 
 def fake_double_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:

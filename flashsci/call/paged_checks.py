@@ -12,6 +12,7 @@ from flashsci.call import memory
 from flashsci.call.kinds import Role, named
 from flashsci.call.op_checks import (
     MAX_LENGTH,
+    declared,
     inner_contiguous,
     need,
     need_no_overlap,
@@ -23,7 +24,7 @@ from flashsci.call.op_checks import (
     whole,
 )
 from flashsci.call.ops import statistics_dtype
-from flashsci.call.paged_ops import FP8, PagedScalars, PagedTensors
+from flashsci.call.paged_ops import PagedScalars, PagedTensors
 
 
 class Limits(NamedTuple):
@@ -60,9 +61,9 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits:
         f"block_table must be [N, max_pages] with at least one page, got {list(table.shape)}",
     )
     sequences = table.shape[0]
-    same("block_table", table, table.shape, (torch.int32,), q)
-    same("seqused_k", tensors.seqused_k, (sequences,), (torch.int32,), q)
-    same("cu_seqlens_q", tensors.cu_seqlens_q, (sequences + 1,), (torch.int32,), q)
+    declared(PagedTensors, "block_table", table, table.shape, q)
+    declared(PagedTensors, "seqused_k", tensors.seqused_k, (sequences,), q)
+    declared(PagedTensors, "cu_seqlens_q", tensors.cu_seqlens_q, (sequences + 1,), q)
     keys = table.shape[1] * k_cache.shape[1]
     need(
         max(keys, q.shape[0] * q.shape[1], sequences) <= limits.length,
@@ -70,10 +71,10 @@ def attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars, limits:
         f"{q.shape[0] * q.shape[1]} and {keys}; use fewer columns of block_table, or several calls",
     )
     if sink is not None:
-        same("sink", sink, (q.shape[1],), (q.dtype, torch.float32), q)
+        declared(PagedTensors, "sink", sink, (q.shape[1],), q)
     for name, of_cache in (("k_scale", tensors.k_scale), ("v_scale", tensors.v_scale)):
         if of_cache is not None:
-            same(name, of_cache, (sequences, heads_k), (torch.float32,), q)
+            declared(PagedTensors, name, of_cache, (sequences, heads_k), q)
     same("out", out, (*q.shape[:2], v_cache.shape[-1]), (q.dtype,), q)
     inner_contiguous("out", out)
     unfolded("out", out)
@@ -124,7 +125,7 @@ def write(
     same("slot_mapping", slot_mapping, slot_mapping.shape, (torch.int64,), key)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
-            same(name, scale, (heads_k,), (torch.float32,), key)
+            declared(PagedTensors, name, scale, (heads_k,), key)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         unfolded(name, cache)
     need(
@@ -179,7 +180,7 @@ def _caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         0 not in k_cache.shape and v_cache.shape[-1] > 0,
         f"caches must have at least one page, row, head and column: {given}",
     )
-    same("k_cache", k_cache, k_cache.shape, (q.dtype, *FP8), q)
+    declared(PagedTensors, "k_cache", k_cache, k_cache.shape, q)
     same("v_cache", v_cache, v_cache.shape, (k_cache.dtype,), q)
     inner_contiguous("k_cache", k_cache)
     inner_contiguous("v_cache", v_cache)

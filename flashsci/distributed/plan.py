@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashsci.call import arguments
 from flashsci.call.arguments import Options
+from flashsci.call.kinds import Dense, Role, fields
 from flashsci.distributed import agreement, cost, ulysses
 from flashsci.distributed.agreement import Value, dtype_number, tensor_fields
 from flashsci.distributed.block import Scores
@@ -19,6 +20,7 @@ from flashsci.distributed.layout import LAYOUTS, Layout, check_layout, checked
 from flashsci.distributed.pieces import Band
 from flashsci.errors import BackendError
 
+_FIELDS = fields(Dense)
 STRATEGIES = ("auto", *cost.STRATEGIES)
 FREE = agreement.rows("q", "k", "bias", "mask")  # fields in which ranks may differ
 Shape = tuple[int, ...]
@@ -73,19 +75,14 @@ def given(
     _check_qkv(q, k, v)
     options.check()
     check_choices(layout, strategy)
-    if bias is not None:
-        arguments.check_bias_dtype(bias, q.dtype)
-    if mask is not None:
-        arguments.check_mask_dtype(mask)
-    if key_weight is not None:
-        arguments.check_key_weight_dtype(key_weight, q.dtype)
-        arguments.check_broadcast("key_weight", key_weight.shape, k.shape[:-1], "Hk, Sk of this rank")
-        if key_weight.dim() == 0 or key_weight.shape[-1] != k.shape[-2]:
-            raise ValueError(
-                f"key_weight is split as k is: its last dim must be this rank's keys, {k.shape[-2]}, got shape "
-                f"{list(key_weight.shape)}; expand it"
-            )
-    arguments.same_device(q, bias=bias, key_weight=key_weight, mask=mask)
+    # The shapes of the tensors of scores are checked where the rows of all ranks are known.
+    keys = {Role.KEYS: (k.shape[:-1], "Hk, Sk of this rank")}
+    arguments.check_others(_FIELDS, Dense(q, k, v, bias, key_weight, mask), keys, Role.SCORES)
+    if key_weight is not None and (key_weight.dim() == 0 or key_weight.shape[-1] != k.shape[-2]):
+        raise ValueError(
+            f"key_weight is split as k is: its last dim must be this rank's keys, {k.shape[-2]}, got shape "
+            f"{list(key_weight.shape)}; expand it"
+        )
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, key_weight, bias)]
     return Given(
         tuple(q.shape), tuple(k.shape), tuple(v.shape),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import flashsci
 from flashsci.call import arguments
+from flashsci.call.kinds import Dense, Role, fields
 from flashsci.call.op_checks import implement, on_one_device
 from flashsci.call.ops import Tensors, fake_forward, statistics_dtype
 from flashsci.call.schemas import LIBRARY
@@ -30,6 +31,7 @@ from flashsci.distributed.exchange import Blocks, Post, Transfer, around, rounds
 from flashsci.distributed.layout import Interval, Layout, assemble
 from flashsci.distributed.pieces import Band
 
+_FIELDS = fields(Dense)
 STRATEGIES = ("auto", "ring", "all_gather")
 ROOM = 1 << 30  # bytes of the whole bias up to which "auto" collects it
 
@@ -135,7 +137,7 @@ def _fields(
         )
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
-    arguments.check_bias_dtype(bias, q.dtype)
+    arguments.check_others(_FIELDS, Dense(q, k, v, bias, mask=mask), {}, Role.SCORES)
     if bias.dim() < 3 or (bias.dim() > 3 and bias.shape[-4] != 1) or bias.shape[-1] != k.shape[-2]:
         raise ValueError(
             f"bias must be [H or 1, n, N] or [..., 1, H or 1, n, N], one for all rows, with N = {k.shape[-2]} keys, got "

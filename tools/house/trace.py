@@ -15,11 +15,16 @@ from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import torch
+# The finder of an editable installation goes before PYTHONPATH.
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
 
-import flashsci
+import torch  # noqa: E402
 
+import flashsci  # noqa: E402
+
+TREE = os.path.realpath(os.environ["PYTHONPATH"])
 PACKAGE = os.path.dirname(flashsci.__file__) + os.sep
+assert PACKAGE.startswith(TREE + os.sep), f"{PACKAGE} is not in {TREE}"
 CALLS = ("first", "second", "third")
 
 

@@ -17,7 +17,7 @@ from flashsci.backends.triton import tilings
 from flashsci.call import kinds
 from flashsci.call.kinds import Role
 from flashsci.call.mask_tiles import table_length
-from flashsci.call.op_checks import need, numbers, rows_fit, same, shapes
+from flashsci.call.op_checks import declared, need, numbers, rows_fit, same, shapes
 from flashsci.call.ops import Saved, Scalars, Tangents, Tensors, statistics_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,21 +29,14 @@ def _kind(x: Tensor | None) -> Any:
     return None if x is None else (x.shape, x.dtype, x.get_device())
 
 
-def _broadcasts(name: str, x: Tensor, full: Sequence[int], dtypes: Sequence[torch.dtype], like: Tensor) -> None:
-    """Whether x has as many dims as ``full``, each 1 or equal."""
+def _broadcasts(name: str, x: Tensor, full: Sequence[int], q: Tensor) -> None:
+    """Check that x has as many dims as ``full``, each 1 or equal, and the dtype of its declaration."""
     fits = x.dim() == len(full) and all(n in (1, m) for n, m in zip(x.shape, full, strict=True))
     need(
         fits,
         f"{name} must have {len(full)} dims, each 1 or that of {list(full)}, got {list(x.shape)}",
     )
-    same(name, x, x.shape, dtypes, like)
-
-
-def _dtypes(name: str, q: Tensor) -> tuple[torch.dtype, ...]:
-    """The dtypes that a tensor of a call may have."""
-    argument = kinds.fields(Tensors)[name].argument
-    assert argument is not None
-    return tuple(q.dtype if dtype is None else dtype for dtype in argument.dtypes)
+    declared(Tensors, name, x, x.shape, q)
 
 
 def _check_inputs(tensors: Tensors) -> None:
@@ -84,35 +77,35 @@ def _check_inputs(tensors: Tensors) -> None:
                 x.dim() == 1 and x.shape[0] >= 1,
                 f"{name} must be a vector of N + 1 offsets, got {list(x.shape)}",
             )
-            same(name, x, x.shape, _dtypes(name, q), q)
+            declared(Tensors, name, x, x.shape, q)
         need(
             cu_q.shape == cu_k.shape,
             f"cu_seqlens_q and cu_seqlens_k must have the same length, got {cu_q.shape[0]} and {cu_k.shape[0]}",
         )
         if bias is not None and bias_offsets is None:
-            _broadcasts("bias", bias, (heads, 1, k.shape[-2]), _dtypes("bias", q), q)
+            _broadcasts("bias", bias, (heads, 1, k.shape[-2]), q)
         elif bias is not None and bias_offsets is not None:
             fits = bias.dim() == 2 and bias.shape[0] in (1, heads)
             need(
                 fits,
                 f"a bias of pairs of packed sequences must be [1 or {heads}, pairs], got {list(bias.shape)}",
             )
-            same("bias", bias, bias.shape, _dtypes("bias", q), q)
-            same("bias_offsets", bias_offsets, cu_q.shape, _dtypes("bias_offsets", q), q)
+            declared(Tensors, "bias", bias, bias.shape, q)
+            declared(Tensors, "bias_offsets", bias_offsets, cu_q.shape, q)
     full = {Role.SCORES: (*q.shape[:-1], k.shape[-2]), Role.KEYS: tuple(k.shape[:-1])}
     for name, field in kinds.fields(Tensors).items():
         x = getattr(tensors, name)
         if x is not None and field.role in full and not (cu_q is not None and x is bias):
-            _broadcasts(name, x, full[field.role], _dtypes(name, q), q)
+            _broadcasts(name, x, full[field.role], q)
     if tensors.mask_tiles is not None:
         _check_table(tensors.mask_tiles, mask, q, k)
     slopes, seed = tensors.alibi_slopes, tensors.dropout_seed
     if slopes is not None:
         shape = (*q.shape[:-3], heads) if cu_q is None else (cu_q.shape[0] - 1, heads)
         slopes = slopes.reshape((1,) * (len(shape) - slopes.dim()) + slopes.shape)
-        _broadcasts("alibi_slopes", slopes, shape, _dtypes("alibi_slopes", q), q)
+        _broadcasts("alibi_slopes", slopes, shape, q)
     if seed is not None:
-        same("dropout_seed", seed, (2,), _dtypes("dropout_seed", q), q)
+        declared(Tensors, "dropout_seed", seed, (2,), q)
 
 
 def _check_table(table: Tensor, mask: Tensor | None, q: Tensor, k: Tensor) -> None:
@@ -127,7 +120,7 @@ def _check_table(table: Tensor, mask: Tensor | None, q: Tensor, k: Tensor) -> No
         f"mask_tiles must be the table of flashsci::triton_mask_tiles for a mask of {list(mask.shape)}, got "
         f"{list(table.shape)}",
     )
-    same("mask_tiles", table, table.shape, (torch.int32,), q)
+    declared(Tensors, "mask_tiles", table, table.shape, q)
 
 
 def _check_results(q: Tensor, v: Tensor, of_out: dict[str, Tensor | None], of_lse: dict[str, Tensor | None]) -> None:

@@ -165,7 +165,7 @@ WRONG = (
     (ValueError, "last dim of the caches must be contiguous", {"k_cache": torch.zeros(5, PAGE, DIM, HEADS).mT}),
     (ValueError, "at least one page", {n: torch.zeros(0, PAGE, HEADS, DIM) for n in ("k_cache", "v_cache")}),
     (TypeError, "sink must have q's dtype", {"sink": torch.zeros(4).double()}),
-    (ValueError, r"sink must be \[Hq = 4\], a logit for each head, got \[2\]", {"sink": torch.zeros(2)}),
+    (ValueError, r"sink must be one logit per query head, \[Hq\] = \[4\], got \[2\]", {"sink": torch.zeros(2)}),
     (TypeError, "k_scale must be a torch.Tensor or None, got float", {"k_scale": 0.5}),
     (TypeError, "k_scale must be float32", {"k_scale": torch.ones(()).half()}),
     (ValueError, r"v_scale must be one number .* or \[N, Hk\] = \[2, 2\], got \[2\]", {"v_scale": torch.ones(2)}),

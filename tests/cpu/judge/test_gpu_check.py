@@ -237,13 +237,13 @@ def test_a_report_of_other_kernels_is_worth_nothing(parts, monkeypatch):
 
 def test_parts_end_in_time(parts, monkeypatch):
     """A part is told how long it may take; none begins that could not end, and one that does not end is stopped."""
-    monkeypatch.setattr(more_cases, "LEAST", 4.0)  # a part takes half of it
-    monkeypatch.setattr(more_cases, "ENDING", 1.0)
-    code, begun, report, said = parts("--cases", "100", "--seconds", "10", "--check", "--pause 2")
+    monkeypatch.setattr(more_cases, "LEAST", 8.0)  # a part takes a quarter of it, and the start of its process
+    monkeypatch.setattr(more_cases, "ENDING", 2.0)
+    code, begun, report, said = parts("--cases", "100", "--seconds", "16", "--check", "--pause 2")
     assert code == 1 and list(report["parts"]) == begun and len(begun) in (1, 2, 3)
     assert "s are left, too few for a part" in said
-    code, begun, after, said = parts("--seconds", "8", "--check", "--pause 60")
-    assert code == 1 and len(begun) == 1 and re.search(r": not done after \d s; nothing of it", said)
+    code, begun, after, said = parts("--seconds", "12", "--check", "--pause 60")
+    assert code == 1 and len(begun) == 1 and re.search(r": not done after \d+ s; nothing of it", said)
     assert after == report, "what was stopped is not in the report"
 
 

@@ -249,7 +249,7 @@ def test_the_whole_suite_from_the_command_line(tmp_path, capsys, quick):
 
 def test_the_run_ends_with_its_time_and_keeps_its_records(tmp_path, monkeypatch):
     class Slow:
-        def __init__(self, call, device):
+        def __init__(self, call, device, doing):
             self.call = call
 
         def record(self):
@@ -261,7 +261,7 @@ def test_the_run_ends_with_its_time_and_keeps_its_records(tmp_path, monkeypatch)
     monkeypatch.setattr(measure, "Measurement", Slow)
     path = tmp_path / "records.jsonl"
     seen = []
-    records = drawn.run(1, 50, device="cpu", path=path, on_record=lambda r: seen.append(len(drawn.read(path))))
+    records = drawn.run(1, 50, device="cpu", calls=9, path=path, on_record=lambda r: seen.append(len(drawn.read(path))))
     assert len(records) == 3
     assert seen == [1, 2, 3]  # each is in the file before the next begins
     assert drawn.read(path) == records
