@@ -124,7 +124,7 @@ def query_step(lists, step, BLOCK_M: tl.constexpr, TRANSPOSED: tl.constexpr, TIL
 
 @triton.jit
 def entry_of(lists, place):
-    """An entry of a list. Whatever a table holds, it names a tile of the mask."""
+    """An entry of a list: it names a tile of the mask, for any numbers in the table."""
     return tl.minimum(tl.maximum(tl.load(lists.listed + place), 0), 2 * lists.count - 1)
 
 
