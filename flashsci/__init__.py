@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashsci.api.attention import attention
     from flashsci.api.backward import Gradients, attention_backward
+    from flashsci.api.block_mask import BlockMask
     from flashsci.api.dropout import dropout_mask
     from flashsci.api.explain import explain
     from flashsci.api.merge import merge
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOME = {
     "attention": "flashsci.api.attention",
     "attention_backward": "flashsci.api.backward",
+    "BlockMask": "flashsci.api.block_mask",
     "explain": "flashsci.api.explain",
     "Gradients": "flashsci.api.backward",
     "merge": "flashsci.api.merge",
@@ -48,6 +50,7 @@ _HOME = {
 
 __all__ = [
     "BackendError",
+    "BlockMask",
     "Explanation",
     "Gradients",
     "Quantized",

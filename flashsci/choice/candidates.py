@@ -11,10 +11,19 @@ from flashsci.choice import preferences
 from flashsci.choice.backends import BACKENDS, find
 from flashsci.choice.gradients import gradients, named
 
+#: The rule of calls whose mask has a table of its tiles.
+TILED = preferences.Rule(
+    {"mask_tiles": True},
+    ("triton", "cuda", "sdpa", "reference"),
+    "no other kernels skip the tiles that a mask hides",
+    "candidates",
+)
+
 
 def rule_of(problem: Problem) -> preferences.Rule:
     """The rule by which ``auto`` orders the backends."""
-    return preferences.find("calls", problem)
+    on_tensor_cores = problem.capability is not None and problem.capability >= (8, 0)
+    return TILED if problem.mask_tiles and on_tensor_cores else preferences.find("calls", problem)
 
 
 def rejects(name: str, problem: Problem, anywhere: bool = False) -> str | None:

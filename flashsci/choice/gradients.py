@@ -144,6 +144,8 @@ def sharing(choice: Choice) -> Any:
 
 def _instead_of_triton(module: Any, problem: Problem, strides: bool, anywhere: bool) -> GradientKernels:
     """The gradients' choice for a call that Triton computed because ``auto`` chose it."""
+    if problem.mask_tiles:  # no other kernels skip the tiles that a mask hides
+        return GradientKernels("triton")
     reason = BACKENDS["cuda"].rejects(problem, anywhere)
     generation, lacks = (0, reason) if reason else module.backward_kernels(problem, strides)
     if lacks is None:
