@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flashsci.api.backward import Gradients, attention_backward
     from flashsci.api.dropout import dropout_mask
     from flashsci.api.explain import explain
+    from flashsci.api.maps import AttentionStatistics, attention_statistics, attention_weights
     from flashsci.api.merge import merge
     from flashsci.api.paged import paged_attention, write_kv_cache
     from flashsci.api.quantization import Quantized, quantize
@@ -42,15 +43,21 @@ _HOME = {
     "Quantized": "flashsci.api.quantization",
     "quantize": "flashsci.api.quantization",
     "residual_attention": "flashsci.api.residual",
+    "AttentionStatistics": "flashsci.api.maps",
+    "attention_statistics": "flashsci.api.maps",
+    "attention_weights": "flashsci.api.maps",
 }
 
 __all__ = [
+    "AttentionStatistics",
     "BackendError",
     "Explanation",
     "Gradients",
     "Quantized",
     "attention",
     "attention_backward",
+    "attention_statistics",
+    "attention_weights",
     "dropout_mask",
     "explain",
     "merge",
