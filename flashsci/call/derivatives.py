@@ -93,11 +93,7 @@ ENTRIES: dict[str, Entry] = {
         forward="give x.detach()",
         mapped="give the samples as sequences of one call",
     ),
-    "attention_weights": Entry(
-        _MAP | _each("rows columns", FIXED),
-        "the places of attention weights",
-        mapped="give the places of all samples as one index, and take theirs from the result",
-    ),
+    "attention_weights": Entry(_MAP | _each("rows columns", PLACES)),
     "attention_statistics": Entry(_MAP),
     "merge": Entry(_each("outs lses", EVERY)),
     "sdpa": Entry(_each("query key value attn_mask", EVERY)),
