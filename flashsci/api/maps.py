@@ -143,7 +143,9 @@ def attention_statistics(
     flags = [
         arguments.flag(n, x) for n, x in (("entropy", entropy), ("largest_score", largest_score), ("key_sum", key_sum))
     ]
-    wanted = Reductions(False, False, *flags, arguments.length("top_k", top_k) or 0)
+    wanted = Reductions(
+        entropy=flags[0], largest_score=flags[1], key_sum=flags[2], top_k=arguments.length("top_k", top_k) or 0
+    )
     if not any(wanted):
         raise ValueError("no reduction is asked for; give entropy=True, largest_score=True, key_sum=True or top_k=n")
     found = iter(_map("attention_statistics", tensors, options, wanted))

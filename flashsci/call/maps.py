@@ -27,6 +27,8 @@ BLOCK = 1 << 24
 
 Selection = slice | Tensor
 ALL = slice(None)
+#: A function that selects the tensors of a block, and the distance of each key after the diagonal of each query.
+Block = tuple[Callable[[MapTensors], MapTensors], Tensor]
 
 
 class Reductions(NamedTuple):
@@ -56,16 +58,21 @@ def _chosen(x: Tensor, selection: Selection, dim: int) -> Tensor:
 
 
 def _picked(x: Tensor, selection: Selection, dim: int) -> Tensor:
-    return x[(..., selection, *(slice(None),) * (-dim - 1))]
+    place: tuple[Any, ...] = (..., selection, *(slice(None),) * (-dim - 1))
+    return x[place]
 
 
 def selected(tensors: MapTensors, rows: Selection, columns: Selection) -> MapTensors:
     """The tensors of these rows and columns alone."""
-    q, k, lse, bias, key_weight, mask, alibi_slopes = tensors
-    pairs = [None if x is None else _chosen(_chosen(x, rows, -2), columns, -1) for x in (bias, mask)]
-    weight = None if key_weight is None else _chosen(key_weight, columns, -1)
-    return MapTensors(
-        _picked(q, rows, -2), _picked(k, columns, -2), _picked(lse, rows, -1), pairs[0], weight, pairs[1], alibi_slopes
+    pairs = [None if x is None else _chosen(_chosen(x, rows, -2), columns, -1) for x in (tensors.bias, tensors.mask)]
+    weight = tensors.key_weight
+    return tensors._replace(
+        q=_picked(tensors.q, rows, -2),
+        k=_picked(tensors.k, columns, -2),
+        lse=_picked(tensors.lse, rows, -1),
+        bias=pairs[0],
+        mask=pairs[1],
+        key_weight=None if weight is None else _chosen(weight, columns, -1),
     )
 
 
@@ -136,10 +143,8 @@ def _block(tensors: MapTensors, away: Tensor, scalars: Scalars, wanted: Reductio
     return tuple(found)
 
 
-def _blocks(
-    tensors: MapTensors, rows: Selection, columns: Selection, scalars: Scalars
-) -> list[tuple[Selection, Callable[[MapTensors], MapTensors], Tensor]]:
-    """For each block its rows, a function that selects its tensors, and the distances of its pairs."""
+def _blocks(tensors: MapTensors, rows: Selection, columns: Selection, scalars: Scalars) -> list[Block]:
+    """For each block that selects its tensors, and the distances of its pairs."""
     q, k = tensors.q, tensors.k
     device = q.device
     i, j = (torch.arange(n, device=device)[s] for n, s in ((q.shape[-2], rows), (k.shape[-2], columns)))
@@ -147,8 +152,8 @@ def _blocks(
     pairs = math.prod(tensors.lse.shape[:-1]) * max(1, j.shape[0])
     step = max(1, BLOCK // max(1, pairs))
     if step >= i.shape[0]:
-        return [(rows, lambda given: selected(given, rows, columns), j - i[:, None] - shift)]
-    found = []
+        return [(lambda given: selected(given, rows, columns), j - i[:, None] - shift)]
+    found: list[Block] = []
     for start in range(0, i.shape[0], step):
         part: Selection = i[start : start + step]
         if isinstance(rows, slice) and rows.step in (None, 1):  # views, not copies
@@ -158,7 +163,7 @@ def _blocks(
         def choose(given: MapTensors, part: Selection = part) -> MapTensors:
             return selected(given, part, columns)
 
-        found.append((part, choose, j - i[start : start + step, None] - shift))
+        found.append((choose, j - i[start : start + step, None] - shift))
     return found
 
 
@@ -181,7 +186,7 @@ def _computed(
     tensors: MapTensors, rows: Selection, columns: Selection, scalars: Scalars, wanted: Reductions
 ) -> tuple[Tensor, ...]:
     blocks = _blocks(tensors, rows, columns, scalars)
-    return _joined([_block(choose(tensors), away, scalars, wanted) for _, choose, away in blocks], wanted)
+    return _joined([_block(choose(tensors), away, scalars, wanted) for choose, away in blocks], wanted)
 
 
 class Map(torch.autograd.Function):
@@ -201,10 +206,11 @@ class Map(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         given, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
+        rows, columns = ctx.selections
         sums: list[Tensor | None] = [None] * len(given)
         if any(g is not None for g in cotangents):
             begin = 0
-            for _, choose, away in _blocks(MapTensors(*given), *ctx.selections, ctx.scalars):
+            for choose, away in _blocks(MapTensors(*given), rows, columns, ctx.scalars):
                 end = begin + away.shape[0]
                 parts = _parts(cotangents, ctx.wanted, begin, end)
                 begin = end
