@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashsci.api.attention import aligned
 from flashsci.call import arguments, maps, transforms
 from flashsci.call.kinds import Role, fields
 from flashsci.call.map_tensors import MapTensors
 from flashsci.call.maps import ALL, Reductions, Selection
+from flashsci.call.ops import Scalars, Tensors, bypasses_dispatcher
+from flashsci.choice import backends
 
 _FIELDS = fields(MapTensors)
 
@@ -153,6 +156,34 @@ def attention_statistics(
     return AttentionStatistics(*results, *(found if wanted.top_k else (None, None)))
 
 
+def _by_kernels(tensors: MapTensors, scalars: Scalars, wanted: Reductions) -> list[Tensor] | None:
+    """Entropy, largest score and sum over queries by Triton's kernels, for calls without derivatives on a GPU; None:
+    they do not serve the call."""
+    q, k = tensors.q, tensors.k
+    given = [x for x in tensors if x is not None]
+    if not (q.is_cuda and q.dtype is not torch.float64 and wanted.reduces() and bypasses_dispatcher(given)):
+        return None
+    if transforms.needs_grad(*tensors) or backends.requested("auto")[0] not in ("auto", "triton"):
+        return None
+    triton = backends.find("triton")
+    return None if triton.unavailable() is not None else fused(tensors, scalars, wanted)
+
+
+def fused(tensors: MapTensors, scalars: Scalars, wanted: Reductions) -> list[Tensor] | None:
+    """The results of Triton's kernels, whatever the device; None: they do not serve such shapes."""
+    from flashsci.backends.triton import checks
+    from flashsci.backends.triton.plans import maps as kernels
+
+    q, k, lse = tensors.q, tensors.k, tensors.lse
+    if q.shape[-1] > kernels.MOST or not lse.numel() or not k.shape[-2]:
+        return None
+    leading = tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3]))
+    named = {n: x for n, x in zip(tensors._fields, tensors, strict=True) if n in Tensors._fields}
+    whole = checks.checked(aligned(Tensors(v=k, **named), leading), scalars)
+    found = kernels.statistics(whole, lse.contiguous(), scalars, wanted.entropy, wanted.largest_score, wanted.key_sum)
+    return found
+
+
 def _map(
     name: str,
     tensors: MapTensors,
@@ -175,8 +206,14 @@ def _map(
     if wanted.top_k > tensors.k.shape[-2]:
         raise ValueError(f"top_k must be at most the number of keys, {tensors.k.shape[-2]}, got {wanted.top_k}")
     kind = "cpu" if tensors.q.is_meta else tensors.q.device.type
+    scalars = options.scalars(tensors.q.shape[-1])
+    first = _by_kernels(tensors, scalars, wanted)
+    if first is not None:
+        wanted = Reductions(top_k=wanted.top_k)
+        if not wanted.top_k:
+            return tuple(first)
     with torch.autocast(kind, enabled=False):
-        return maps.compute(tensors, rows, columns, options.scalars(tensors.q.shape[-1]), wanted)
+        return (*(first or ()), *maps.compute(tensors, rows, columns, scalars, wanted))
 
 
 def _selection(name: str, x: Any, q: Any) -> Selection:

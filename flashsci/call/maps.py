@@ -41,6 +41,10 @@ class Reductions(NamedTuple):
     key_sum: bool = False
     top_k: int = 0
 
+    def reduces(self) -> bool:
+        """Whether a result is wanted that is a number for each row or key."""
+        return self.entropy or self.largest_score or self.key_sum
+
     def joins(self) -> tuple[int | None, ...]:
         """For each result the dim along which blocks of rows are joined; None: they are summed."""
         found: list[int | None] = []
