@@ -159,7 +159,7 @@ def attention_statistics(
 def _by_kernels(tensors: MapTensors, scalars: Scalars, wanted: Reductions) -> list[Tensor] | None:
     """Entropy, largest score and sum over queries by Triton's kernels, for calls without derivatives on a GPU; None:
     they do not serve the call."""
-    q, k = tensors.q, tensors.k
+    q = tensors.q
     given = [x for x in tensors if x is not None]
     if not (q.is_cuda and q.dtype is not torch.float64 and wanted.reduces() and bypasses_dispatcher(given)):
         return None
@@ -180,8 +180,7 @@ def fused(tensors: MapTensors, scalars: Scalars, wanted: Reductions) -> list[Ten
     leading = tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3]))
     named = {n: x for n, x in zip(tensors._fields, tensors, strict=True) if n in Tensors._fields}
     whole = checks.checked(aligned(Tensors(v=k, **named), leading), scalars)
-    found = kernels.statistics(whole, lse.contiguous(), scalars, wanted.entropy, wanted.largest_score, wanted.key_sum)
-    return found
+    return kernels.statistics(whole, lse.contiguous(), scalars, wanted.entropy, wanted.largest_score, wanted.key_sum)
 
 
 def _map(
