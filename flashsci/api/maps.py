@@ -165,6 +165,8 @@ def _by_kernels(tensors: MapTensors, scalars: Scalars, wanted: Reductions) -> li
         return None
     if transforms.needs_grad(*tensors) or backends.requested("auto")[0] not in ("auto", "triton"):
         return None
+    if q.dtype is torch.bfloat16 and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return None
     triton = backends.find("triton")
     return None if triton.unavailable() is not None else fused(tensors, scalars, wanted)
 
@@ -178,7 +180,7 @@ def fused(tensors: MapTensors, scalars: Scalars, wanted: Reductions) -> list[Ten
     if q.shape[-1] > kernels.MOST or not lse.numel() or not k.shape[-2]:
         return None
     leading = tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3]))
-    named = {n: x for n, x in zip(tensors._fields, tensors, strict=True) if n in Tensors._fields}
+    named: dict[str, Any] = {n: x for n, x in zip(tensors._fields, tensors, strict=True) if n in Tensors._fields}
     whole = checks.checked(aligned(Tensors(v=k, **named), leading), scalars)
     return kernels.statistics(whole, lse.contiguous(), scalars, wanted.entropy, wanted.largest_score, wanted.key_sum)
 

@@ -84,3 +84,22 @@ def test_the_largest_logit_clips_as_muon_does():
     _, lse = flashsci.attention(q, k, v, return_lse=True)
     again = flashsci.attention_statistics(q, k, lse, largest_score=True).largest_score.amax((0, -1))
     torch.testing.assert_close(again, torch.full_like(again, 1.5))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_as_one_graph(dynamic):
+    """Values and gradients are those of eager mode."""
+    q, k, _ = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64).requires_grad_().unbind(0)
+    lse = torch.randn(1, 2, 9, dtype=torch.float64) + 9
+
+    def reductions(q, k, lse):
+        found = flashsci.attention_statistics(q, k, lse, **EVERYTHING, causal=True)
+        return *found, flashsci.attention_weights(q, k, lse, rows=slice(2, 5), average_heads=True)
+
+    def gradients(results):
+        return torch.autograd.grad(sum(x.sin().sum() for x in results if x.is_floating_point()), (q, k))
+
+    made = torch.compile(reductions, backend="aot_eager", fullgraph=True, dynamic=dynamic)(q, k, lse)
+    due = reductions(q, k, lse)
+    torch.testing.assert_close(made, due)
+    torch.testing.assert_close(gradients(made), gradients(due))
