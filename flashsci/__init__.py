@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flashsci.api.block_mask import BlockMask
     from flashsci.api.dropout import dropout_mask
     from flashsci.api.explain import explain
+    from flashsci.api.maps import AttentionStatistics, attention_statistics, attention_weights
     from flashsci.api.merge import merge
     from flashsci.api.paged import paged_attention, write_kv_cache
     from flashsci.api.quantization import Quantized, quantize
@@ -46,9 +47,13 @@ _HOME = {
     "quantize": "flashsci.api.quantization",
     "residual_attention": "flashsci.api.residual",
     "tune": "flashsci.api.tune",
+    "AttentionStatistics": "flashsci.api.maps",
+    "attention_statistics": "flashsci.api.maps",
+    "attention_weights": "flashsci.api.maps",
 }
 
 __all__ = [
+    "AttentionStatistics",
     "BackendError",
     "BlockMask",
     "Explanation",
@@ -56,6 +61,8 @@ __all__ = [
     "Quantized",
     "attention",
     "attention_backward",
+    "attention_statistics",
+    "attention_weights",
     "dropout_mask",
     "explain",
     "merge",
