@@ -18,8 +18,9 @@ PY      := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 STATE   := $(if $(VENV),$(VENV),build)
 PIP     := $(PY) -m pip --disable-pip-version-check
 EXTRAS  := cli,demo,test,dev
-# Two test processes; whole files stay together, for what their tests share.
-PARALLEL ?= -n 2 --dist loadfile
+# Two test processes; whole files stay together, for what their tests share. A test that hangs ends its process (pyproject.toml),
+# and with it the run.
+PARALLEL ?= -n 2 --dist loadfile --max-worker-restart=0
 CPP      = $(shell find csrc tests/cuda '(' -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' ')' 2>/dev/null)
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f 2>/dev/null)
 GPU     := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
@@ -86,10 +87,10 @@ test: install ## the tests that this machine can run, without the slow ones
 	$(call pytest,$(PARALLEL) -m "not slow")
 
 test-slow: install ## the slow tests: builds, and every Triton kernel compiled for every architecture
-	$(call pytest,-n 2 --dist worksteal -m slow --ignore=tests/machinery)
+	$(call pytest,-n 2 --dist worksteal --max-worker-restart=0 -m slow --ignore=tests/machinery)
 
 matrix: install ## every cell of tests/machinery, of which `make test` runs two thirds (20 minutes)
-	$(call pytest,-n 2 --dist worksteal tests/machinery)
+	$(call pytest,-n 2 --dist worksteal --max-worker-restart=0 tests/machinery)
 
 test-all: test test-slow ## every test that this machine can run
 

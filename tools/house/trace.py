@@ -15,16 +15,14 @@ from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-# The finder of an editable installation goes before PYTHONPATH.
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+if __name__ == "__main__":  # the finder of an editable installation goes before PYTHONPATH
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
 
-import torch  # noqa: E402
+import torch
 
-import flashsci  # noqa: E402
+import flashsci
 
-TREE = os.path.realpath(os.environ["PYTHONPATH"])
-PACKAGE = os.path.dirname(flashsci.__file__) + os.sep
-assert PACKAGE.startswith(TREE + os.sep), f"{PACKAGE} is not in {TREE}"
+PACKAGE = os.path.dirname(str(flashsci.__file__)) + os.sep
 CALLS = ("first", "second", "third")
 
 
@@ -71,6 +69,9 @@ def options() -> dict[str, dict]:
 
 
 def main() -> None:
+    tree = os.path.realpath(os.environ["PYTHONPATH"])
+    if not os.path.realpath(PACKAGE).startswith(tree + os.sep):
+        raise RuntimeError(f"the package imported is {PACKAGE}, not that of {tree}")
     flashsci.attention(*(torch.randn(1, 1, 4, 8) for _ in range(3)), backend="triton")  # imports
     ends, found = launches(), {}
     for name, kwargs in options().items():

@@ -120,3 +120,8 @@ def test_later_calls_take_a_shorter_way():
     for call, cells in found.items():
         first, second, third = (int(cell.split(" ")[0]) for cell in cells.split(", "))
         assert first > second >= third > 1, call
+
+
+def test_another_tree_is_not_counted_as_this_one(tmp_path):
+    with pytest.raises(SystemExit, match=f"not that of {tmp_path}|No module named 'flashsci'"):
+        way_of_a_call(tmp_path)
