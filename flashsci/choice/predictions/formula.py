@@ -9,7 +9,18 @@ from flashsci.choice.predictions.work import Work
 #: Work of processors and traffic of memory overlap: their sum has this norm.
 OVERLAP = 4
 #: Constants of a family about which records say nothing, in the order of Work.
-USUAL = Work(launch=4.0, programs=0.3, products=1.6, deep=0.3, scores=8.0, biased=4.0, modified=2.0, summed=4.0, memory=1.3)
+USUAL = Work(
+    launch=4.0,
+    programs=0.3,
+    products=1.6,
+    deep=0.3,
+    unaligned=1.0,
+    scores=8.0,
+    biased=4.0,
+    modified=2.0,
+    summed=4.0,
+    memory=1.3,
+)
 
 
 def microseconds(work: Sequence[float], constants: Sequence[float]) -> float:

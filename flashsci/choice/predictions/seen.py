@@ -1,7 +1,7 @@
 """The kind of a call in words, and whether records of such kinds stand behind a prediction.
 
-Sizes may lie beyond those of records: work grows with them. Features may not, because a constant says nothing of a
-part of a kernel that no record ran.
+Sizes, bands and grouped heads may lie beyond those of records, because work says what they cost. Other features may
+not: a constant says nothing of a part of a kernel that no record ran.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from flashsci.call.problem import Problem
 from flashsci.choice.preferences import features
 
-#: Features of which each value must have been seen (flashsci/choice/preferences).
-NAMED = ("aligned", "band", "bias", "inner_heads", "bias_grad", "mask", "key_weight", "dropout", "softcap")
+#: Features (flashsci/choice/preferences) of which each value must have been seen. Others are: ALiBi, sinks and settings.
+NAMED = ("aligned", "bias", "inner_heads", "bias_grad", "mask", "key_weight", "dropout", "softcap")
 #: Head dims between the least and the largest that were seen.
 RANGE = "head_dim"
 
@@ -21,12 +21,8 @@ RANGE = "head_dim"
 def words(p: Problem) -> dict[str, Any]:
     """The features of a call on which its kernels branch."""
     found = features(p)
-    others = dict(
-        grouped=p.heads_q != p.heads_k,
-        other=p.alibi or p.sink or p.deterministic or p.precision != "default" or p.mask_tiles or p.return_lse,
-        shifted=p.lower_right and p.seq_q != p.seq_k,
-    )
-    return {name: found[name] for name in (*NAMED, RANGE)} | others
+    others = p.alibi or p.sink or p.deterministic or p.precision != "default" or p.mask_tiles or p.return_lse
+    return {name: found[name] for name in (*NAMED, RANGE)} | {"others": others}
 
 
 def collected(kinds: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

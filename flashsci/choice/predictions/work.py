@@ -17,6 +17,7 @@ class Work(NamedTuple):
     programs: float  # programs one after the other on a processor
     products: float  # of tensor cores
     deep: float  # the same times the head dim over 128: wide heads leave fewer registers
+    unaligned: float  # products with rows that no vector load fits
     scores: float  # one operation of a lane for each score
     biased: float  # the same for scores that have a bias of their own
     modified: float  # for each other modification of scores
@@ -96,6 +97,7 @@ def work_of(p: Problem, backend: str, family: Family, backward: bool, device: De
         programs=max(1.0, turns),
         products=products,
         deep=products * sum(dims) / 256,
+        unaligned=products if p.head_dim % 8 or p.head_dim_v % 8 else 0.0,
         scores=lane,
         biased=lane if own else 0.0,
         modified=others * lane,
