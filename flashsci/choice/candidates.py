@@ -36,7 +36,12 @@ def by_times(rule: preferences.Rule, problem: Problem) -> preferences.Rule:
     left_out = preferences.untimed(problem)
     served: list[predictions.Pair] = []
     for name in preferences.KNOWN:
-        if name == "reference" or name in left_out or not may_choose(name, problem) or rejects(name, problem) is not None:
+        if (
+            name == "reference"
+            or name in left_out
+            or not may_choose(name, problem)
+            or rejects(name, problem) is not None
+        ):
             continue
         # Strides are those of contiguous tensors, which the Hopper backward takes.
         found = gradients(by_rules(name), problem, strides=True) if problem.requires_grad else None

@@ -99,7 +99,9 @@ def fit(samples: Sequence[Sample], spreads: Mapping[str, float] | None = None) -
     for name, own in by_family(samples).items():
         values = fitted(own, towards[_kin(name)], OF_FAMILY)
         rounded = Work(*(float(f"{x:.3g}") for x in values))
-        families[name] = Constants(rounded, len(own), (spreads or {}).get(name, math.nan), collected([s.words for s in own]))
+        families[name] = Constants(
+            rounded, len(own), (spreads or {}).get(name, math.nan), collected([s.words for s in own])
+        )
     return Model((9, 0), families, HOST)
 
 

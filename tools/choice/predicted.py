@@ -1,8 +1,8 @@
 """The regret of predicted times on records of benchmarks and of drawn calls, with groups left out of the fit.
 
-    python -m tools.choice.predicted                  rules and predictions by suite, each case predicted without its group
-    python -m tools.choice.predicted --relearn        also rules that are learnt anew without each fifth of the cases
-    python -m tools.choice.predicted --margin 1.2     another factor within which the choice of the rules stays
+python -m tools.choice.predicted                  rules and predictions by suite, each case predicted without its group
+python -m tools.choice.predicted --relearn        also rules that are learnt anew without each fifth of the cases
+python -m tools.choice.predicted --margin 1.2     another factor within which the choice of the rules stays
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from flashsci.choice import predictions, preferences
 from flashsci.choice.predictions.model import Model
@@ -39,7 +38,9 @@ def _known(time: float | None) -> bool:
     return time is not None and time < math.inf
 
 
-def chosen(case: Timed, kind: str, tables: tuple[Table, ...], model: Model | None, margin: float) -> tuple[str, str] | None:
+def chosen(
+    case: Timed, kind: str, tables: tuple[Table, ...], model: Model | None, margin: float
+) -> tuple[str, str] | None:
     """The backends of a call and of its gradients: those of the rules, or by a model those of predicted times."""
     grad = kind == "both"
     name = regret.picked(case, tables, grad)
@@ -78,7 +79,10 @@ Ratios = dict[tuple[str, str], list[float]]  # by suite and kind
 
 
 def ratios(
-    cases: Iterable[Timed], tables: Callable[[Timed], tuple[Table, ...]], model: Callable[[Timed], Model | None], margin: float = predictions.MARGIN
+    cases: Iterable[Timed],
+    tables: Callable[[Timed], tuple[Table, ...]],
+    model: Callable[[Timed], Model | None],
+    margin: float = predictions.MARGIN,
 ) -> Ratios:
     """The regrets of a chooser that has a table and a model for each case."""
     found: Ratios = {}
@@ -103,6 +107,11 @@ def held_out(models: Mapping[str, Model], key: str) -> Callable[[Timed], Model |
     return lambda case: models.get(fit.group_of(groups_of(case), key))
 
 
+def means(found: Ratios) -> dict[str, float]:
+    """The geometric mean of all cases by kind."""
+    return {kind: statistics.geometric_mean(found["all", kind]) for kind in KINDS}
+
+
 def text(columns: Mapping[str, Ratios]) -> str:
     """Geometric mean, share above 1.1 and worst by suite and kind."""
     keys = sorted({key for found in columns.values() for key in found}, key=lambda k: (k[0] == "all", k))
@@ -111,7 +120,9 @@ def text(columns: Mapping[str, Ratios]) -> str:
         cells = []
         for found in columns.values():
             x = found.get(key, [])
-            cells.append(f"{statistics.geometric_mean(x):.3f} {sum(r > 1.1 for r in x) / len(x):.0%} {max(x):.2f}" if x else "-")
+            cells.append(
+                f"{statistics.geometric_mean(x):.3f} {sum(r > 1.1 for r in x) / len(x):.0%} {max(x):.2f}" if x else "-"
+            )
         count = max(len(found.get(key, [])) for found in columns.values())
         lines.append(f"{' '.join(key):<24}{count:>6}" + "".join(f"{cell:>24}" for cell in cells))
     return "\n".join(lines)

@@ -41,7 +41,9 @@ class Device(NamedTuple):
 def known() -> tuple[tuple[tuple[int, int], Device], ...]:
     """The devices of devices.json with their compute capabilities; the first of a capability stands for it."""
     listed = json.loads((FOLDER / "devices.json").read_text())["devices"]
-    return tuple(((one["capability"][0], one["capability"][1]), Device(*(one[f] for f in Device._fields))) for one in listed)
+    return tuple(
+        ((one["capability"][0], one["capability"][1]), Device(*(one[f] for f in Device._fields))) for one in listed
+    )
 
 
 def find(capability: tuple[int, int], name: str = "") -> Device | None:
