@@ -73,6 +73,20 @@ def test_a_chooser_is_fitted_on_some_seeds_and_judged_on_others():
     assert "?  eager: 2/0" in choosing.text(unknown)
 
 
+def test_predicted_times_are_a_chooser(monkeypatch, tmp_path, capsys):
+    of_times = {("cuda", "cuda"): 90.0, ("triton", "triton"): 40.0, ("cuda", "triton"): 60.0}
+    found = choosing.measured(record(CALL, of_times))
+    monkeypatch.setattr(choosing, "able", lambda m: list(of_times))
+    monkeypatch.setattr(choosing.predictions, "times", lambda p, pairs: {pair: of_times[pair] for pair in pairs})
+    assert choosing.rules(found) == ("cuda", "cuda")
+    assert choosing.predicted(found) == ("triton", "triton")
+    monkeypatch.setattr(choosing.predictions, "times", lambda p, pairs: None)
+    assert choosing.predicted(found) == ("cuda", "cuda")
+    path = saved(tmp_path / "drawn.jsonl", record(CALL, of_times))
+    assert choosing.main([str(path), "--chooser", "predicted"]) == 0
+    assert "predicted, with predictions of 0 of 1 calls" in capsys.readouterr().out
+
+
 def test_the_library_says_which_strides_it_takes(monkeypatch):
     biased = replace(CALL, bias="shared", bias_dtype="bfloat16", bias_grad=True)
     monkeypatch.setattr(library, "load", lambda: "there is no library")

@@ -31,12 +31,14 @@ def described(monkeypatch):
     monkeypatch.setattr(families, "kernels_of", lambda p, backward: (f"sm90/{'bwd' if backward else 'fwd'}/kernel",))
 
 
-def each():
-    """(backend, backward, dtype) of every family that needs no library, and of cuda's 16-bit kernels."""
-    for backend in ("cuda", "triton", "sdpa", "eager"):
-        for backward in (False, True):
-            for dtype in (torch.bfloat16, torch.float32) if backend != "cuda" else (torch.bfloat16,):
-                yield backend, backward, dtype
+#: (backend, backward, dtype) of families that need no library, and of cuda's 16-bit kernels.
+EACH = [
+    (backend, backward, dtype)
+    for backend in ("cuda", "triton", "sdpa", "eager")
+    for backward in (False, True)
+    for dtype in (torch.bfloat16, torch.float32)
+    if backend != "cuda" or dtype == torch.bfloat16
+]
 
 
 def time_of(p, backend, backward, device=H200):
@@ -45,7 +47,7 @@ def time_of(p, backend, backward, device=H200):
     return microseconds(work_of(p, backend, family, backward, device), USUAL)
 
 
-@pytest.mark.parametrize(("backend", "backward", "dtype"), each())
+@pytest.mark.parametrize(("backend", "backward", "dtype"), EACH)
 def test_a_time_is_positive_and_grows_with_every_size(backend, backward, dtype):
     p = replace(CALL, dtype=dtype, head_dim=32, head_dim_v=32)
     for size in ("seq_q", "seq_k"):
@@ -59,7 +61,7 @@ def test_a_time_is_positive_and_grows_with_every_size(backend, backward, dtype):
     assert found == sorted(found)
 
 
-@pytest.mark.parametrize(("backend", "backward", "dtype"), each())
+@pytest.mark.parametrize(("backend", "backward", "dtype"), EACH)
 def test_a_time_extrapolates_sanely(backend, backward, dtype):
     p = replace(CALL, dtype=dtype)
     near = time_of(replace(p, seq_q=1023, seq_k=1023), backend, backward) / time_of(p, backend, backward)
@@ -164,11 +166,11 @@ def test_a_spread_is_that_of_calls_left_out():
 
 def modelled(times):
     """A model in which each backend's launch alone takes a time."""
-    tiny = {name: 1e-9 for name in Work._fields}
+    tiny = dict.fromkeys(Work._fields, 1e-09)
     seen = collected([words(replace(CALL, head_dim=n, head_dim_v=n)) for n in (8, 256)])
     names = {b: families.family_of(CALL, b, False).text for b in times}
     found = {names[b]: model.Constants(Work(**{**tiny, "launch": t}), model.LEAST, 0.1, seen) for b, t in times.items()}
-    return model.Model((9, 0), found, {b: (0.0, 0.0) for b in times})
+    return model.Model((9, 0), found, dict.fromkeys(times, (0.0, 0.0)))
 
 
 @pytest.fixture
