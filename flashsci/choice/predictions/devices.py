@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent
 
 
 class Device(NamedTuple):
-    """What one GPU does in a microsecond, by its maker's figures."""
+    """The figures of one GPU, as its maker gives them."""
 
     name: str
     processors: int

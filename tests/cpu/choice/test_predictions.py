@@ -10,7 +10,7 @@ import torch
 
 from flashsci.backends.cuda.library import library_path
 from flashsci.call.problem import Problem
-from flashsci.choice import candidates, predictions, preferences
+from flashsci.choice import candidates, gradients, predictions, preferences
 from flashsci.choice.choose import forget
 from flashsci.choice.explanation import explain
 from flashsci.choice.predictions import devices, families, model
@@ -210,6 +210,24 @@ def test_rules_decide_within_the_margin_and_without_evidence(deciding):
         assert candidates.rule_of(p) == preferences.find("calls", p), unknown
     for p in (replace(CALL, varlen=True), replace(CALL, seq_q=None), replace(CALL, capability=(8, 0))):
         assert candidates.rule_of(p) == preferences.find("calls", p)
+
+
+def test_predicted_times_choose_the_gradients(monkeypatch):
+    usual = gradients._rule(CALL, 90, "cuda")
+    assert usual.order[0] == "cuda"
+    asked = []
+
+    def found(p, forward, names):
+        asked.append((forward, names))
+        return {"cuda": 50.0, "triton": 20.0}
+
+    monkeypatch.setattr(predictions, "of_gradients", found)
+    assert gradients._rule(CALL, 90, "cuda") == usual and not asked
+    monkeypatch.setattr(predictions, "enabled", lambda: True)
+    assert gradients._rule(CALL, 90, "cuda").order[:2] == ("triton", "cuda")
+    assert asked == [("cuda", ["cuda", "triton"])]
+    monkeypatch.setattr(predictions, "of_gradients", lambda *given: {"cuda": 22.0, "triton": 20.0})
+    assert gradients._rule(CALL, 90, "cuda") == usual
 
 
 def test_predictions_are_off_unless_asked_for(monkeypatch):
