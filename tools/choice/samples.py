@@ -91,11 +91,13 @@ def of_drawn(path: Path, forwards: Any) -> list[Sample]:
         call = drawn.measured(record)
         work = record["call"].get("work", "forward")
         device = find(tuple(record["env"]["capability"] or ()), record["env"]["gpu"] or "")  # type: ignore[arg-type]
-        if call is None or device is None or work == "second":
+        # A Problem does not say whether a mask differs by query, and such a mask costs more.
+        if call is None or device is None or work == "second" or call.call.mask not in ("none", "keys", "", None):
             continue
         own = dict(id=f"{call.call.seed}/{call.call.index}", suite=f"seed {call.call.seed}", source=path.name)
         for name, timed in record["candidates"].items():
-            if timed["gate"] != "passed" or "by" not in timed or name in ("auto", "cuda"):
+            again = name == "auto" or (name == "cuda" and "cuda:own" in record["candidates"])
+            if timed["gate"] != "passed" or "by" not in timed or again:
                 continue
             forward, gradients = timed["by"]
             first = sample_of(call.problem, forward, False, timed["gpu_us"], device, **own)
