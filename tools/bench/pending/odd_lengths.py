@@ -1,3 +1,4 @@
+# ruff: noqa
 """Time of odd lengths over that of the neighbouring multiple of 64 (speed3.md, section 2): python .scratch/odd.py [seconds]
 
 One GPU; back-to-back calls between events, median of 5 rounds, odd and neighbour in turn. A row: us of the neighbour, us
@@ -106,7 +107,9 @@ for label, run in (("cuda", ours("cuda")), ("sdpa", torchs), ("triton", ours("tr
             with torch.no_grad():
                 a, bb = both(*forward)
             c, e = both(*(step(run, g) for g in pair))
-            print(f"{title:42s} {label:7s} {a:9.1f} {bb:9.1f} {bb / a:6.2f} | {c:9.1f} {e:9.1f} {e / c:6.2f}", flush=True)
+            print(
+                f"{title:42s} {label:7s} {a:9.1f} {bb:9.1f} {bb / a:6.2f} | {c:9.1f} {e:9.1f} {e / c:6.2f}", flush=True
+            )
             del pair, forward
         except Exception as error:  # a table with a hole is better than none
             print(f"{title:42s} {label:7s} {type(error).__name__}: {str(error)[:90]}")
