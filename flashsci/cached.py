@@ -23,6 +23,11 @@ def folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashsci"
 
 
+def tuned() -> Path:
+    """The file of the times of `flashsci.tune`."""
+    return folder() / "tuned.json"
+
+
 def entries(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no such file.
 

@@ -196,7 +196,7 @@ def backends() -> list[Part]:
 
 
 def kept() -> list[Part]:
-    path = cached.folder() / "tuned.json"
+    path = cached.tuned()
     return [Part("times of tune", str(path) if path.is_file() else f"none: there is no {path}")]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashsci.call import arguments, transforms
 from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
-from flashsci.call.kinds import SCALE
+from flashsci.call.kinds import SCALE, Scales
 from flashsci.call.problem import facts
 from flashsci.call.torch_state import count_flops, hides_sizes
 from flashsci.choice import backends, tuning
@@ -51,20 +51,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments
     return (out, lse) if options.return_lse else out
 
 
-def _rescaled(given: FP8Options, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> FP8Options:
-    return given._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+def _rescaled(given: FP8Options, scales: Sequence[Any]) -> FP8Options:
+    return given._replace(**dict(zip(Scales._fields, scales, strict=True)))
 
 
-def _there(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
-
-
-def _dense_again(given: FP8Options, options: arguments.Options, tensors: Sequence[Tensor | None], backend: str) -> Any:
+def _dense_again(given: FP8Options, options: arguments.Options, tensors: Sequence[Any], backend: str) -> Any:
     """The same call of other tensors: q, k, v and their scales."""
     q, k, v, *scales = tensors
-    scaled = _rescaled(given, *scales)
-    return dense(_there(q), _there(k), _there(v), scaled, options, backend)
+    return dense(q, k, v, _rescaled(given, scales), options, backend)
 
 
 def as_kernels_take_them(
@@ -112,13 +106,12 @@ def _packed_again(
     longest: tuple[int | None, int | None],
     given: FP8Options,
     options: arguments.Options,
-    tensors: Sequence[Tensor | None],
+    tensors: Sequence[Any],
     backend: str,
 ) -> Any:
     """The same call of other tensors: q, k, v, their offsets and their scales."""
-    q, k, v, first, second = map(_there, tensors[:5])
-    scaled = _rescaled(given, *tensors[5:])
-    return packed(q, k, v, (first, second), longest, scaled, options, False, backend)
+    q, k, v, *edges = tensors[:5]
+    return packed(q, k, v, (edges[0], edges[1]), longest, _rescaled(given, tensors[5:]), options, False, backend)
 
 
 def describe(

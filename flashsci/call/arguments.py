@@ -200,7 +200,7 @@ def check_dtype(name: str, x: Tensor, argument: Argument, q: torch.dtype) -> Non
     # Double precision is its own where a kernel has float32 for the others.
     if x.dtype in allowed or (x.dtype is q is torch.float64 and torch.float32 in allowed):
         return
-    if x.dtype is torch.bool:
+    if x.dtype is torch.bool and argument.role in (Role.SCORES, Role.KEYS):
         raise TypeError(f"{name} is a bool tensor; a bool pattern goes in mask= (True = attend)")
     spelled = {None: f"q's dtype ({q})", torch.bool: "a bool tensor (True = attend)"}
     names = [spelled.get(dtype, str(dtype).removeprefix("torch.")) for dtype in argument.dtypes]

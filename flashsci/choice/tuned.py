@@ -189,7 +189,7 @@ _said: set[str] = set()
 
 def path() -> Path:
     """The file of the machine."""
-    return cached.folder() / "tuned.json"
+    return cached.tuned()
 
 
 @functools.lru_cache(maxsize=64)

@@ -164,6 +164,8 @@ WRONG = (
     (ValueError, "agree in all but the last", {"k_cache": torch.zeros(4, PAGE, HEADS, DIM)}),
     (ValueError, "last dim of the caches must be contiguous", {"k_cache": torch.zeros(5, PAGE, DIM, HEADS).mT}),
     (ValueError, "at least one page", {n: torch.zeros(0, PAGE, HEADS, DIM) for n in ("k_cache", "v_cache")}),
+    (TypeError, "block_table must be int32, got torch.bool; call .to", {"block_table": torch.zeros(2, 2).bool()}),
+    (TypeError, "sink must have q's dtype .* got torch.bool", {"sink": torch.zeros(4).bool()}),
     (TypeError, "sink must have q's dtype", {"sink": torch.zeros(4).double()}),
     (ValueError, r"sink must be one logit per query head, \[Hq\] = \[4\], got \[2\]", {"sink": torch.zeros(2)}),
     (TypeError, "k_scale must be a torch.Tensor or None, got float", {"k_scale": 0.5}),
