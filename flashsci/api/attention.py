@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from flashsci.api import fp8
+from flashsci.api.block_mask import BlockMask
 from flashsci.call import arguments, transforms
+from flashsci.call import mask_tiles as tables
 from flashsci.call.dispatch import run, seed_for
 from flashsci.call.kinds import Dense, Role, fields
 from flashsci.call.ops import Given, Tensors
@@ -48,7 +50,7 @@ def attention(
     *,
     bias: Tensor | None = None,
     key_weight: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     causal: bool = False,
@@ -87,7 +89,8 @@ def attention(
             smallest normal number of float32, count as zero. Negative weights give undefined results, as their
             logarithm would; only a synchronisation could find them.
         mask: bool, broadcastable to ``[..., Hq, Sq, Sk]``, True = attend. mask, -inf in bias,
-            causal and window are ANDed.
+            causal and window are ANDed. A :class:`flashsci.BlockMask` is such a mask with a table of its tiles, made
+            once for all layers: kernels skip those that it hides. A large bool tensor gets its table in the call.
         alibi_slopes: ALiBi: adds ``-slope |i + shift - j|`` to the scores, in addition to the bias. The shift is
             where ``align`` puts the diagonal: ``Sk - Sq`` for "lower_right" (as flash-attn), 0 for "upper_left".
             float32, broadcastable to ``[..., Hq]``, such as ``[Hq]`` or ``[B, Hq]``. Learnt slopes have gradients and
@@ -164,11 +167,14 @@ def attention(
         one learnt logit per head they are gpt-oss's).
     """
     again = call = None
+    tiles: Tensor | None = None
+    if mask is not None and isinstance(mask, BlockMask):
+        tiles, mask = mask.tiles, mask.mask
     if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)
         if not (bias is key_weight is mask is alibi_slopes is sink is None):
-            every = (q, k, v, bias, key_weight, mask, alibi_slopes, sink)
+            every = (q, k, v, bias, key_weight, mask, alibi_slopes, sink, tiles)
             seen, entry = tuple(filter(present, every)), tuple(map(absent, every))
         again, call = repeated(
             entry,
@@ -178,7 +184,7 @@ def attention(
             backend,
         )
     if again is not None:
-        rows = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes)
+        rows = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes, tiles)
         found = again(rows if sink is None else (*rows, sink))
         return found if return_lse else found[0]
     if type(q).__name__ == "DTensor":
@@ -214,11 +220,13 @@ def attention(
     bias = arguments.widened(bias, q.dtype)
     needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
     given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes, sink)
-    plan = _plan(given, options, needs_grad, backend)
+    plan = _plan(given, options, needs_grad, backend, tiles is not None)
+    if tiles is not None and not (plan.reads_tables and tables.belongs(tiles, given)):
+        tiles = call = None
     # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
-    tensors = Tensors(q, k, v, bias, key_weight, mask, dropout_seed=dropout_seed, alibi_slopes=alibi_slopes)
-    call = as_given(call, *given)
+    tensors = Tensors(q, k, v, bias, key_weight, mask, dropout_seed=dropout_seed, alibi_slopes=alibi_slopes, mask_tiles=tiles)  # fmt: skip
+    call = as_given(call, *given, tiles)
     if plan.leading is None:
         out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
     else:
@@ -227,14 +235,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str) -> Plan:
+def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str, tiled: bool) -> Plan:
     """The plan of a dense call; from the cache if an equal call was planned before."""
     q, k, v = given.q, given.k, given.v
     if hides_sizes(q, k, v):
-        return _make_plan(given, options, needs_grad, backend)
+        return _make_plan(given, options, needs_grad, backend, tiled)
     if is_traced():
         with tracer_paused():
-            traced = _make_plan(given, options, needs_grad, backend)
+            traced = _make_plan(given, options, needs_grad, backend, tiled)
         if traced.leading is not None:
             traced.leading = _leading(q, k, v)  # the tracer follows these sizes
         return traced
@@ -244,18 +252,20 @@ def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: s
         needs_grad and gradients(given.bias, given.key_weight, given.alibi_slopes),
         backends.requested(backend),
         rounds_products(q.dtype),
+        tiled,
     )
     plan = plans.get(key)
     if plan is not None:
         return plan
     again = functools.partial(_again, options)
-    if tuning.active and not tuning.consider(describe(given, options, needs_grad), backend, given, again):
-        return _make_plan(given, options, needs_grad, backend)
-    return keep(key, _make_plan(given, options, needs_grad, backend))
+    tuned = tuning.active and not tiled  # a trial would make the table of a BlockMask again
+    if tuned and not tuning.consider(describe(given, options, needs_grad), backend, given, again):
+        return _make_plan(given, options, needs_grad, backend, tiled)
+    return keep(key, _make_plan(given, options, needs_grad, backend, tiled))
 
 
-def _make_plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str) -> Plan:
-    choice = decide(ATTENTION, describe(given, options, needs_grad), backend)
+def _make_plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str, tiled: bool) -> Plan:
+    choice = decide(ATTENTION, describe(given, options, needs_grad, tiled), backend)
     q, k, v = given.q, given.k, given.v
     ranks = {x.dim() for x in (q, k, v, given.bias, given.mask) if x is not None}
     if given.key_weight is not None:
@@ -285,8 +295,8 @@ def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 _FIELDS = fields(Dense)
 
 
-def describe(given: Dense, options: arguments.Options, needs_grad: bool) -> tuple[Any, ...]:
-    """Check a dense call; the arguments of problem_of.
+def describe(given: Dense, options: arguments.Options, needs_grad: bool, tiled: bool = False) -> tuple[Any, ...]:
+    """Check a dense call; the arguments of problem_of. ``tiled``: its mask is a BlockMask.
 
     Raises:
         TypeError, ValueError: as :func:`attention` documents.
@@ -314,6 +324,7 @@ def describe(given: Dense, options: arguments.Options, needs_grad: bool) -> tupl
     }
     arguments.check_others(_FIELDS, given, shapes)
     features = options.features(dict(zip(given._fields, given, strict=True)), needs_grad)
+    features["mask_tiles"] = tiled or tables.decides(Tensors(q, k, v, mask=given.mask))
     if hides_sizes(q, k, v):
         features["bias_shape"] = None if bias is None else ()
         features["sizes_from_data"] = sizes_from_data(q, k)
@@ -344,7 +355,7 @@ def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> C
 _BROADCAST = tuple(
     (i, field.role)
     for i, field in enumerate(fields(Tensors).values())
-    if field.role in (Role.SCORES, Role.KEYS, Role.HEADS)
+    if field.role in (Role.SCORES, Role.TILES, Role.KEYS, Role.HEADS)
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.api import fp8, paged, residual
+from flashsci.api import block_mask, fp8, paged, residual
 from flashsci.api.attention import aligned, attention
 from flashsci.api.attention import describe as describe_dense
 from flashsci.api.paged import paged_attention
@@ -82,6 +83,8 @@ def _attention(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     packed = "cu_seqlens_q" in given
     shared = arguments.Options.of(*(given[name] for name in arguments.SHARED))
     declared = Packed if packed else Dense
+    mask, tiles = block_mask.parts(given.get("mask"))
+    given = {**given, "mask": mask}
     tensors = declared(**{name: given[name] for name in declared._fields})
     others = {
         n: getattr(tensors, n)
@@ -98,7 +101,7 @@ def _attention(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     q, k, v = autocast(q, k, v)
     tensors = tensors._replace(q=q, k=k, v=v, bias=arguments.widened(tensors.bias, q.dtype))
     needs_grad = transforms.needs_grad(*tensors)
-    describe: Any = describe_packed if packed else describe_dense
+    describe: Any = describe_packed if packed else functools.partial(describe_dense, tiled=tiles is not None)
     found = _explained(describe(tensors, shared, needs_grad), backend)
     taken = {name: x for name, x in tensors._asdict().items() if name in Tensors._fields}
     if packed:

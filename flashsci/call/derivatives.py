@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from flashsci.call import kinds
 from flashsci.call.kinds import EVERY, FIXED, PLACES, Dense, DerivativeRule, Packed, Scales, Seeded
+from flashsci.call.map_tensors import MapTensors
 from flashsci.call.ops import Tangents
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.residual_ops import ResidualCall
@@ -58,6 +59,8 @@ _PAGED = Entry(
     mapped="give the samples as sequences of one call",
 )
 
+_MAP = kinds.rules(MapTensors)
+
 #: The entry points: those of flashsci, those of flashsci.distributed, and ``attention`` and ``varlen_attention`` of 8-bit floats.
 ENTRIES: dict[str, Entry] = {
     "attention": Entry(_DENSE),
@@ -90,6 +93,8 @@ ENTRIES: dict[str, Entry] = {
         forward="give x.detach()",
         mapped="give the samples as sequences of one call",
     ),
+    "attention_weights": Entry(_MAP | _each("rows columns", PLACES)),
+    "attention_statistics": Entry(_MAP),
     "merge": Entry(_each("outs lses", EVERY)),
     "sdpa": Entry(_each("query key value attn_mask", EVERY)),
     "dropout_mask": Entry({"dropout_seed": PLACES}),

@@ -14,6 +14,7 @@ from flashsci.api.dropout import check_dropout, draw_seed
 from flashsci.call import arguments, second_order
 from flashsci.call.ops import Given, Tensors, bypasses_dispatcher, follow_layout
 from flashsci.call.plans import Call, Plan, Run, remember
+from flashsci.call.row_pitch import whole_rows
 from flashsci.call.torch_state import count_flops, transforming_eagerly
 from flashsci.choice.gradients import written
 
@@ -56,7 +57,7 @@ def run(
         # of ModuleType.
         from flashsci.call.autograd import Forward
 
-        given = plan.raised(tensors).inner_contiguous()
+        given = whole_rows(plan.tabled(plan.raised(tensors).inner_contiguous()))
         result: tuple[Tensor, Tensor] = Forward.apply(written(plan.choice), *given, *plan.scalars)
         return result
     direct = bypasses_dispatcher(tensors)

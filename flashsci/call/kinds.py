@@ -32,6 +32,7 @@ class Role(Enum):
     ROWS = "rows of numbers [*, H, S, D], which kernels read along the last dim with stride 1"
     STATISTICS = "a number for each row of q [*, Hq, Sq], which kernels read as one block"
     SCORES = "broadcasts to the scores [*, Hq, Sq, Sk]"
+    TILES = "a table of tiles for each block of a mask [*, H or 1, 1, N]"
     KEYS = "broadcasts to the rows of k [*, Hk, Sk]"
     HEADS = "broadcasts to the heads of q [*, Hq]"
     LOGITS = "a number for each head of q [Hq]"
@@ -41,7 +42,7 @@ class Role(Enum):
 
 
 #: Roles of tensors with leading dims, which torch.vmap may map without a loop over samples.
-BATCHED = frozenset((Role.ROWS, Role.STATISTICS, Role.SCORES, Role.KEYS))
+BATCHED = frozenset((Role.ROWS, Role.STATISTICS, Role.SCORES, Role.TILES, Role.KEYS))
 
 
 class DerivativeRule(NamedTuple):
@@ -135,6 +136,7 @@ Statistics = Annotated[Tensor, Argument(Role.STATISTICS, EVERY, (_FP32,))]
 Bias = Annotated[Tensor | None, Argument(Role.SCORES, EVERY, (None, _FP32), widened=True)]
 KeyWeight = Annotated[Tensor | None, Argument(Role.KEYS, EVERY._replace(lacking={"sdpa": _NO_LOG}), (None, _FP32))]
 Mask = Annotated[Tensor | None, Argument(Role.SCORES, PLACES, (torch.bool,))]
+MaskTiles = Annotated[Tensor | None, Argument(Role.TILES, PLACES, (_INT32,))]
 Slopes = Annotated[Tensor | None, Argument(Role.HEADS, EVERY._replace(lacking={"triton": _NO_SLOPES}), (_FP32,))]
 Sink = Annotated[Tensor | None, Argument(Role.LOGITS, EVERY, (None, _FP32))]
 Seed = Annotated[Tensor | None, Argument(Role.INDEX, PLACES, (_INT64,))]

@@ -88,6 +88,7 @@ class Problem:
     alibi_grad: bool = False
     sink: bool = False
     mask: bool = False
+    mask_tiles: bool = False  # of a mask with a table of its tiles, or of one for which a table pays
     window_left: int = -1
     window_right: int = -1
     lower_right: bool = False

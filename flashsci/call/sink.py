@@ -19,6 +19,7 @@ from torch.nn.functional import softplus
 from flashsci.call import recompute
 from flashsci.call.ops import Given, Tangents, Tensors, bypasses_dispatcher, follow_layout
 from flashsci.call.plans import Call, Plan, Run, remember
+from flashsci.call.row_pitch import whole_rows
 from flashsci.call.torch_state import transforming
 from flashsci.choice.gradients import written
 
@@ -39,7 +40,8 @@ def attend(
     if torch.compiler.is_compiling() or transforming():
         from flashsci.call.autograd import Forward  # imports the compiler
 
-        out, lse = Forward.apply(written(plan.choice), *plan.raised(tensors).inner_contiguous(), *scalars)
+        given = whole_rows(plan.tabled(plan.raised(tensors).inner_contiguous()))
+        out, lse = Forward.apply(written(plan.choice), *given, *scalars)
         return with_sink(out, lse, sink)
     direct = bypasses_dispatcher((*tensors, sink))
     tensors = plan.to_save(tensors, needs_grad, direct)

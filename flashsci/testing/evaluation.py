@@ -55,7 +55,7 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
             if inputs.cu_seqlens_q is not None:
                 result = flashsci.varlen_attention(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given)
             else:
-                result = flashsci.attention(q, k, v, mask=inputs.mask, **given)
+                result = flashsci.attention(q, k, v, **{"mask": inputs.mask, **given})
         return result if lse else (result,)
 
     tensors: list[Any] = [leaves.get(n) for n in LEAVES]

@@ -163,6 +163,26 @@ def _residual_formula(x: Given) -> Any:
     return out, formulas.scores_of(x["q"], k, x.get("bias"))
 
 
+_ON_PAIRS = ("bias", "key_weight", "mask", "alibi_slopes")
+
+
+def _maps() -> dict[str, Tensor]:
+    """With an lse as of many more keys, so that P stays below 1 beside other values of each tensor."""
+    found = {n: x for n, x in _dense().items() if n in ("q", "k", *_ON_PAIRS)}
+    return found | dict(lse=normal(1, 2, 4) + 8, rows=torch.tensor([3, 0, 3]), columns=torch.tensor([4, 1]))
+
+
+def _weights_formula(x: Given) -> Any:
+    rest = dict(x)
+    rows, columns = (rest.pop(n, slice(None)) for n in ("rows", "columns"))
+    return (formulas.mapped_pairs(**rest)[0][..., rows, :][..., columns],)
+
+
+def _statistics_call(backend: str, x: Given) -> Any:
+    found = flashsci.attention_statistics(**x, entropy=True, largest_score=True, key_sum=True, top_k=2)
+    return tuple(found[:4])
+
+
 def _paged() -> dict[str, Tensor]:
     return dict(
         q=normal(3, 2, 8), k_cache=normal(2, 16, 1, 8), v_cache=normal(2, 16, 1, 8), block_table=ints([1], [0]),
@@ -387,6 +407,10 @@ def _entries() -> list[Entry]:
               ("sink", "k_scale", "v_scale", "out"), _paged, _paged_call, _paged_formula, **serving, lengths={"q": 0}),
         Entry("write_kv_cache", flashsci.write_kv_cache, ("key", "value", *caches, "slot_mapping"), ("k_scale", "v_scale"),
               _write, _write_call, lambda x: formulas.stored(**x), **serving),
+        Entry("attention_weights", flashsci.attention_weights, ("q", "k", "lse"), (*_ON_PAIRS, "rows", "columns"), _maps,
+              lambda b, x: (flashsci.attention_weights(**x),), _weights_formula, NO_CHOICE),
+        Entry("attention_statistics", flashsci.attention_statistics, ("q", "k", "lse"), _ON_PAIRS,
+              _without(_maps, "rows", "columns"), _statistics_call, lambda x: formulas.map_statistics(**x), NO_CHOICE),
         Entry("merge", flashsci.merge, ("outs", "lses"), (), lambda: dict(outs=normal(2, 1, 2, 3, 8), lses=normal(2, 1, 2, 3)),
               lambda b, x: flashsci.merge(**x), lambda x: formulas.merged(**x), NO_CHOICE),
         Entry("quantize", flashsci.quantize, ("x",), ("cu_seqlens",), lambda: dict(x=normal(5, 2, 8), cu_seqlens=ints(0, 2, 5)),

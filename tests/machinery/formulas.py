@@ -124,6 +124,29 @@ def backward(
     return tuple(found)
 
 
+def mapped_pairs(
+    q: Tensor, k: Tensor, lse: Tensor, *, bias: Tensor | None = None, key_weight: Tensor | None = None,
+    mask: Tensor | None = None, alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(P, scores) of given lse, with as many heads of lse as of q."""
+    group = q.shape[-3] // k.shape[-3]
+    scores = scores_of(q, k.repeat_interleave(group, -3), bias)
+    away = torch.arange(k.shape[-2], device=q.device) - torch.arange(q.shape[-2], device=q.device)[:, None]
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[..., None, None] * away.abs()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    return p if key_weight is None else p * key_weight.repeat_interleave(group, -2).unsqueeze(-2), scores
+
+
+def map_statistics(**given: Tensor) -> tuple[Tensor, ...]:
+    """Entropy, largest score, sum over queries, and the two largest probabilities of each row."""
+    p, scores = mapped_pairs(**given)
+    logarithm = torch.where(p == 0, 1.0, p).log()
+    return -(p * logarithm).sum(-1), scores.amax(-1), p.sum(-2), p.topk(2, -1).values
+
+
 def merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     whole = lses.logsumexp(0)
     return ((lses - whole).exp().unsqueeze(-1) * outs).sum(0), whole

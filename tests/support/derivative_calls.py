@@ -54,6 +54,13 @@ def backward():
     return needed, {"dlse": wide(2, 3), **{n: x for n, x in others.items() if n != "sink"}}
 
 
+def maps(places=()):
+    needed, others = dense()
+    del needed["v"]
+    rest = {n: x for n, x in others.items() if n not in ("sink", "dropout_seed")}
+    return {**needed, "lse": wide(2, 3) + 8}, {**rest, **dict(places)}
+
+
 def drops(given):
     return {"dropout_p": 0.5} if "dropout_seed" in given else {}
 
@@ -71,6 +78,14 @@ CALLS = {
         lambda **x: flashsci.residual_attention(**x, **drops(x)),
     ),
     "attention_backward": (backward, attention_backward),
+    "attention_weights": (
+        lambda: maps({"rows": torch.tensor([2, 0]), "columns": torch.tensor([1, 3, 0])}),
+        lambda backend, **x: flashsci.attention_weights(**x),
+    ),
+    "attention_statistics": (
+        maps,
+        lambda backend, **x: flashsci.attention_statistics(**x, entropy=True).entropy,
+    ),
     "merge": (
         lambda: ({"outs": wide(3, 2, 3, 2), "lses": wide(3, 2, 3)}, {}),
         lambda backend, **x: flashsci.merge(**x),

@@ -105,6 +105,7 @@ RAW = [
     "bias_offsets",
     "dropout_seed",
     "alibi_slopes",
+    "mask_tiles",
 ]
 
 
@@ -127,6 +128,39 @@ def dense(device: str, dropout: bool = False) -> Arguments:
         | OPTIONS
         | {n: x for n, x in given.items() if n in OPTIONS}
     )
+
+
+def tiled(device: str) -> Arguments:
+    """A dense call whose mask has a table of its tiles."""
+    given = dense(device)
+    return given | {"mask_tiles": torch.ops.flashsci.triton_mask_tiles(given["mask"])}
+
+
+def mask_alone(device: str) -> Arguments:
+    return {"mask": Draw(device)(2, 1, 70, 130) > 0}
+
+
+def table_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """The table of a mask, by its definition: kinds of tiles, lists in both directions, bits."""
+    mask = given["mask"].cpu()
+    rows, keys = (-(-n // 64) for n in mask.shape[-2:])
+    padded = torch.zeros(*mask.shape[:-2], 64 * rows, 64 * keys, dtype=torch.int64)
+    padded[..., : mask.shape[-2], : mask.shape[-1]] = mask
+    whole = torch.ones_like(padded)
+    whole[..., : mask.shape[-2], : mask.shape[-1]] = mask
+    tiles, full = (x.unflatten(-1, (keys, 64)).unflatten(-3, (rows, 64)) for x in (padded, whole))
+    kinds = tiles.amax((-3, -1)) + full.amin((-3, -1)) * tiles.amax((-3, -1))
+    found = []
+    for of_lines in (kinds, kinds.mT):
+        count = of_lines.shape[-1]
+        listed = (of_lines > 0).long()
+        before = torch.nn.functional.pad(listed.cumsum(-1), (1, 0))
+        order = torch.argsort(1 - listed, dim=-1, stable=True)
+        entries = torch.where(of_lines > 0, 2 * torch.arange(count) + of_lines // 2, 0).gather(-1, order)
+        found += [before.flatten(-2), entries.flatten(-2)]
+    words = (tiles.transpose(-3, -2).unflatten(-1, (2, 32)) << torch.arange(32)).sum(-1)
+    table = torch.cat([*found, words.flatten(-4)], -1).unsqueeze(-2)
+    return (table.to(torch.int32).to(given["mask"].device),)
 
 
 def packed(device: str) -> Arguments:
@@ -447,7 +481,8 @@ def _saved(base: Callable[[str], Arguments], op: str) -> Callable[[str], Argumen
 
 
 def _triton() -> Iterator[Right]:
-    bases = {"dense": dense, "dropout": _of(dense, True), "packed": packed}
+    bases = {"dense": dense, "tiles": tiled, "dropout": _of(dense, True), "packed": packed}
+    yield Right("triton_mask_tiles", "mask", mask_alone, table_of)
     truths = {"backward": backward_of, "jvp": jvp_of, "double_backward": double_backward_of}
     for label, base in bases.items():
         if label == "dropout":  # of the second order its checks are those of the first

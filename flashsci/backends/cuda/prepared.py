@@ -25,9 +25,11 @@ from flashsci.call.ops import (
     Given,
     Saved,
     Tensors,
+    empty_bias_gradient,
     empty_like_layout,
     fake_forward,
     is_like,
+    pitches_bias_gradient,
 )
 
 _INPUTS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
@@ -142,7 +144,7 @@ class PreparedForward:
         return other
 
     def __call__(self, tensors: Given) -> tuple[Tensor, Tensor]:
-        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _ = tensors
+        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _, _ = tensors
         if weights is not None:
             bias = weights
         out = torch.empty_like(q) if self.like_q else q.new_empty_strided(*self.out)
@@ -193,14 +195,16 @@ class PreparedBackward:
         general: Callable[..., tuple[Tensor | None, ...]],
         by_pairs: bool = False,
     ) -> None:
-        """``by_pairs``: the gradient of the bias is in the order of the bias, else row-major."""
+        """``by_pairs``: the gradient of the bias is in the order of the bias, else as
+        ``ops.empty_bias_gradient`` makes it."""
         q, k, v, _, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
         rows = [
             empty_like_layout(x, x.shape) if need & bit else None for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
         ]
         bias, dbias = bias_or_weights(saved.tensors), None
         if bias is not None and bias_or_weights_needed(need) & NEED_BIAS:
-            dbias = torch.empty_like(bias) if by_pairs else bias.new_empty(bias.shape)
+            pitched = pitches_bias_gradient(bias, q, k, saved.scalars.windowed())
+            dbias = torch.empty_like(bias) if by_pairs else empty_bias_gradient(bias, pitched)
         # Weights have one dim less than a bias in their place.
         self.like_bias = bias is not None and weights is None and is_like(dbias, bias)
         inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, saved.out, saved.lse
@@ -220,7 +224,7 @@ class PreparedBackward:
     def __call__(
         self, dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _ = tensors
+        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _, _ = tensors
         if weights is not None:
             bias = weights
         dq: Tensor | None

@@ -3,8 +3,9 @@
 kernels/ holds one file for each idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq),
 backward_keys.py (dk, dv), backward_small*.py, bias_gradient.py, copy_bias.py; for the second order jvp.py and
 double_backward_*.py; for wide heads, whose scores are held in memory, wide_*.py; paged.py and paged_cache.py for paged KV
-caches; fp8.py for 8-bit floats. They share groups.py (groups of arguments), coord.py (the place where a program works),
-chunks.py (tiles of rows), scores.py, dropout.py and tangents.py.
+caches; fp8.py for 8-bit floats; mask_tiles.py for the tables of tiles of a mask; map_rows.py and map_keys.py for attention maps.
+They share groups.py (groups of arguments), coord.py (the place where a program works), chunks.py (tiles of rows), scores.py,
+tiles.py, dropout.py and tangents.py.
 
 plans/ decides the launches of each kind of call, launcher.py starts them, tilings.py has the tile sizes, and checks.py
 the checks of the raw ops.
@@ -27,6 +28,8 @@ from flashsci.backends.triton.plans import (  # noqa: F401
     copy,
     dense,
     fp8,
+    maps,
+    mask_tiles,
     paged,
     residual,
     second_order,
@@ -68,7 +71,7 @@ _OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
 READS = {
     kinds.ATTENTION: _ROWS
     | _OFFSETS
-    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink"},
+    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink", "mask_tiles"},
     kinds.PAGED: frozenset(
         ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
     ),

@@ -33,6 +33,7 @@ KINDS = (
 #: The backends that ``auto`` may choose.
 KNOWN = ("reference", "sdpa", "eager", "triton", "cuda")
 TUNED = "tuned"  # in the place of a table's name: times on this machine
+PREDICTED = "predictions"  # in the place of a table's name: times that flashsci/choice/predictions predicts
 
 #: For numbers a rule gives a range, for other features the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")
@@ -130,7 +131,7 @@ class Rule:
 
     def cited(self) -> str:
         """Its evidence, and the place where it is written."""
-        if self.table == TUNED:
+        if self.table in (TUNED, PREDICTED):
             return self.evidence
         return f"{self.evidence} (preferences/{self.table}.json: {self.text()})"
 

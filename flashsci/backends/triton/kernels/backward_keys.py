@@ -25,6 +25,7 @@ from .coord import flat_row, key_tile, member, query_range
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import PLANE, alibi_of, bias_of, load_row, load_weights, mask_of, probabilities, scores
+from .tiles import queries_of, query_step, query_steps
 
 
 @kernel
@@ -42,7 +43,7 @@ def dkdv_kernel(
     Columns beyond the keys compute on zeros. Their results (inf included) stay in their own rows of dk and dv, which
     are not stored.
     """
-    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and F.MASK != PLANE
+    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and (F.MASK != PLANE or F.TILES)
     j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
     if j0 >= span.len_k:
         return
@@ -58,6 +59,9 @@ def dkdv_kernel(
     weight_sum = tl.zeros([BLOCK_N], tl.float32)
 
     edges = query_range(j0, span, mod, BLOCK_N, BLOCK_M, F.WINDOW)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW >= 1 else 1
+    LAST: tl.constexpr = 3 if F.TILES or F.WINDOW == 2 else 2
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_M
     for m in tl.range(0, sizes.group):
         head = member(at, m)
         statistics = flat_row(at.b, head.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
@@ -65,12 +69,17 @@ def dkdv_kernel(
         dout_head = rows_of(dout, dout_strides, at, head.h, span.start_q, V.VECTOR)
         bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
         mask = mask_of(inputs, strides, head, span, F)
+        lists = queries_of(j0, head, span, inputs, strides, F.TILES)
+        steps = query_steps(lists, edges, BLOCK_M, F.TILES)
         alibi = alibi_of(inputs, strides, head, sizes, F)
         sums = tl.zeros([BLOCK_N], tl.float32)
 
-        for part in tl.static_range(0 if F.WINDOW >= 1 else 1, 3 if F.WINDOW == 2 else 2):
+        for part in tl.static_range(FIRST, LAST):
             # Rows are checked in any case: without a left side of the window, the last rows are in part 1.
-            for start in tl.range(edges[part], edges[3 if part == 1 and F.WINDOW < 2 else part + 1], BLOCK_M):
+            for start in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
+                seen = mask
+                if F.TILES:
+                    start, seen = query_step(lists, start, BLOCK_M, TRANSPOSED, F.TILES)
                 start = tl.multiple_of(start, BLOCK_M)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start
@@ -81,7 +90,7 @@ def dkdv_kernel(
                 # Rows beyond the queries have reference +inf, too: probability 0.
                 row_reference = load_row(reference + statistics + i, inside, float("inf"), TRANSPOSED)
                 s, slope = scores(
-                    s, i, j, bias, mask, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
+                    s, i, j, bias, seen, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
                 )
                 row_reference = row_reference[None, :] if TRANSPOSED else row_reference[:, None]
                 p, bare = probabilities(s, row_reference, weights, mod.scale, FOLD, TRANSPOSED)

@@ -24,6 +24,7 @@ from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, scores, store_plane
+from .tiles import key_step, key_steps, keys_of
 
 # The use of dS, in addition to dq and dk: stored unchanged (the bias has every dim), or summed over keys or queries.
 NO_BIAS_GRADIENT = tl.constexpr(0)
@@ -54,6 +55,7 @@ def dq_kernel(
         dbias = bias_of(dbias, dbias_strides, at, span, inputs, sizes, DBIAS_VECTOR, F)
     bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    lists = keys_of(i0, at, span, inputs, strides, F.TILES)
     alibi = alibi_of(inputs, strides, at, sizes, F)
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
     dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)
@@ -62,9 +64,14 @@ def dq_kernel(
     row_sums = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(BLOCK_M, D)
 
-    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
-    for part in tl.static_range(0 if F.WINDOW == 2 else 1, 3):
-        for start in tl.range(edges[part], edges[part + 1], BLOCK_N):
+    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
+    for part in tl.static_range(FIRST, 3):
+        for start in tl.range(edges[part], edges[part + 1], STEP):
+            seen = mask
+            if F.TILES:
+                start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
@@ -75,7 +82,7 @@ def dq_kernel(
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             s, slope = scores(
-                s, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                s, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)

@@ -24,6 +24,7 @@ from .scores import (
     scores,
     store_plane,
 )
+from .tiles import is_shared, tile_at
 
 
 @kernel
@@ -51,6 +52,10 @@ def bias_gradient_kernel(
         end = last
         if unseen(i0, j0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW):  # its gradient is zero
             end = first
+        if F.TILES:
+            some, _bits = tile_at(i0, j0, block, span, inputs, strides, BLOCK_M, F.TILES)
+            if is_shared(strides, shared) & (some == 0):  # its gradient is zero
+                end = first
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for m in tl.range(first, end):
             at = sharer(block, m, shared, sizes, F.VARLEN)
@@ -68,6 +73,8 @@ def bias_gradient_kernel(
             )
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             mask = mask_of(inputs, strides, at, span, F)
+            if F.TILES:
+                _some, mask = tile_at(i0, j0, at, span, inputs, strides, BLOCK_M, F.TILES)
             alibi = alibi_of(inputs, strides, at, sizes, F)
             # Columns beyond the keys hold any values, and are not stored.
             s, _slope = scores(s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)

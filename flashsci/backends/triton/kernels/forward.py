@@ -38,6 +38,7 @@ from .scores import (
     scores,
     weighted_scores,
 )
+from .tiles import key_step, key_steps, keys_of
 
 AGAIN_N = tl.constexpr(32)  # key tiles of a second computation; tiles of 16 cost the kernel 20 registers (D 64)
 
@@ -86,14 +87,20 @@ def attend(
     v_head = rows_of(inputs.v, strides.v, at, at.hk, span.start_k, V.VECTOR)
     bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    lists = keys_of(i0, at, span, inputs, strides, F.TILES)
     alibi = alibi_of(inputs, strides, at, sizes, F)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(BLOCK_M, V)
 
-    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
-    for part in tl.static_range(2 if AGAIN else 0 if F.WINDOW == 2 else 1, 3):
-        for start in tl.range(edges[0 if AGAIN else part], edges[part + 1], BLOCK_N, num_stages=1 if AGAIN else None):
+    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
+    for part in tl.static_range(2 if AGAIN else FIRST, 3):
+        for start in tl.range(edges[0 if AGAIN else part], edges[part + 1], STEP, num_stages=1 if AGAIN else None):
+            seen = mask
+            if F.TILES:
+                start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
@@ -102,7 +109,7 @@ def attend(
             k_rows = load_chunks(k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, _slope = scores(
-                s, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                s, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             s = weighted_scores(s, weights)

@@ -23,6 +23,7 @@ class Operands(NamedTuple):
     bias_offsets: Any
     dropout_seed: Any
     alibi_slopes: Any
+    mask_tiles: Any  # see tiles.py
 
 
 class TangentOperands(NamedTuple):
@@ -45,6 +46,7 @@ class InputStrides(NamedTuple):
     weight: tuple[int, ...]  # (b0, b1, key head, key)
     mask: tuple[int, ...]  # as for bias
     alibi: tuple[int, ...]  # (b0, b1, head); for a varlen batch (sequence, 0, head)
+    tiles: tuple[int, ...] | None  # as for mask, of its table of tiles; None without one
 
 
 class TangentStrides(NamedTuple):
@@ -111,6 +113,7 @@ class Features(NamedTuple):
     RAGGED: bool  # the bias is one block of pairs after the other
     MASK: int
     MASK_VECTOR: int
+    TILES: int = 0  # ABSENT, PLANE or KEY: the mask has a table of tiles, see tiles.py
 
 
 class Chunks(NamedTuple):

@@ -158,7 +158,7 @@ def pieces_of(bias: Tensor | None) -> int:
 
 def inputs_of(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in the order of Inputs."""
-    return q, k, v, bias, None, None, None, None, None, seed, None
+    return q, k, v, bias, None, None, None, None, None, seed, None, None
 
 
 def plan_for(call: ResidualCall, *more: Tensor) -> DensePlan:
@@ -305,7 +305,7 @@ def checked(call: ResidualCall, of_out: tuple = (), of_lse: tuple = (), **scores
     Raises:
         TypeError, ValueError: arguments that do not fit.
     """
-    q, k, v, *_, seed, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
+    q, k, v, *_, seed, _, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
     if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:
         given = shapes(q=q, k=k, v=v)
         raise ValueError(f"flashsci: head dims of residual attention must be 1 to {MAX_HEAD_DIM}: {given}")
