@@ -281,4 +281,4 @@ def test_functions_are_no_modules():
     program = (
         "import flashsci.api.sdpa, flashsci\nfrom flashsci import sdpa\nassert sdpa is flashsci.sdpa and callable(sdpa)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -126,12 +126,12 @@ def test_records_of_this_machine_have_the_choice_of_the_rules(tmp_path, monkeypa
     """The code that ran, as the record names it, is what the rules choose again from the record."""
     monkeypatch.setattr(measure, "LOOP_SECONDS", 0.005)
     path = tmp_path / "drawn-9.jsonl"
-    records = drawn.run(9, 600, device="cpu", calls=12, path=path)
+    records = drawn.run(9, 600, device="cpu", calls=6, path=path)
     found = choosing.read([path])
     assert len(found) == len(records)
     assert [choosing.rules(m) for m in found] == [m.auto for m in found]
     ratios = [r.ratio for r in choosing.regrets(found)]
     assert ratios == pytest.approx([report.regret(r) for r in records])
-    assert [m.call for m in found] == [draw_call(9, n, SMALL_CALLS) for n in range(12)]
+    assert [m.call for m in found] == [draw_call(9, n, SMALL_CALLS) for n in range(6)]
     assert choosing.main([str(path), "--seeds", "9"]) == 0
     assert "all" in capsys.readouterr().out

@@ -93,7 +93,7 @@ def test_it_runs_once_per_machine(ampere):
         assert first_check.look(AMPERE) and first_check.look(AMPERE)
     assert len(ampere.ran) == 1 and ampere.ran[0] == (AMPERE, torch.device("cuda", 0))
     (entry,) = json.loads(ampere.cache.read_text()).values()
-    assert entry["failures"] == {} and entry["seconds"] < 1
+    assert entry["failures"] == {} and entry["seconds"] < 60
 
 
 def test_other_kernels_are_checked_again(ampere, monkeypatch):

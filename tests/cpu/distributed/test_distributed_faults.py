@@ -22,7 +22,7 @@ from tests.cpu.distributed.distributed_faults import (
 from tests.support.ranks import Ranks
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
-GRACE = 8.0  # seconds beside the timeout, on a busy machine
+GRACE = 60.0  # seconds beyond the timeout on a busy machine; a call that hangs takes tests.support.ranks.PATIENCE
 
 
 @pytest.fixture(scope="module")

@@ -377,7 +377,7 @@ def test_importing_flashsci_registers_nothing():
         "import flashsci, flashsci.integrations.torch, torch\n"
         "assert 'flashsci' not in torch.nn.attention.list_flash_attention_impls()"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_a_torch_without_the_registry_is_named(monkeypatch):

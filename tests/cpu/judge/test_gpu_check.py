@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from flashsci import digest
+from tests.support.clock import Clock, processes
 from tools.gpu import gpu_check, more_cases
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,25 +99,38 @@ def test_a_step_that_runs_out_of_time_says_what_it_found(tmp_path, monkeypatch, 
     )
     command = [sys.executable, *gpu_check.PYTEST, "-c", "/dev/null", str(tmp_path / "test_slow.py")]
     use(monkeypatch, tests=command, bench=python("print('done')"))
+    child, wait = tmp_path / "child", subprocess.Popen.wait
+
+    def until_it_hangs(process, timeout=None):
+        """The time is up when the second test waits for its child."""
+        for _ in range(2400 if process.args == command else 0):
+            if child.exists() and child.read_text():
+                break
+            time.sleep(0.05)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(gpu_check.subprocess.Popen, "wait", until_it_hangs)
     out = tmp_path / "out"
-    assert gpu_check.main(["--out", str(out), "--limit", "tests=6"]) == 1
+    assert gpu_check.main(["--out", str(out), "--limit", "tests=1"]) == 1
     log = (out / "tests.log").read_text()
-    assert "assert (6 * 9) == 42" in log and "1 failed" in log and "stopped after 6 s" in log
+    assert "assert (6 * 9) == 42" in log and "1 failed" in log and "stopped after 1 s" in log
     assert "bench       passed" in capsys.readouterr().out, "the steps after it run"
     with pytest.raises(ProcessLookupError):
         for _ in range(100):  # its parent is gone: who reaps it, does so when it likes
-            os.kill(int((tmp_path / "child").read_text()), 0)
+            os.kill(int(child.read_text()), 0)
             time.sleep(0.05)
 
 
 def test_all_steps_within_some_seconds(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "GRACE", 3)
+    clock = Clock()
+    start = clock.now
+    monkeypatch.setattr(gpu_check, "time", clock)
+    monkeypatch.setattr(gpu_check, "subprocess", processes(clock, lasts=60))
     use(monkeypatch, check=python("import time; time.sleep(60)"), tests=python("0"))
-    start = time.monotonic()
-    assert gpu_check.main(["--out", str(tmp_path), "--seconds", "10"]) == 1
-    assert time.monotonic() - start < 10
+    assert gpu_check.main(["--out", str(tmp_path), "--seconds", "60"]) == 1
+    assert clock.now - start < 60
     said = capsys.readouterr().out
-    assert "check       out of time: 3 s" in said
+    assert "check       out of time: 30 s" in said
     assert "tests       no time left" in said.splitlines()[-2]
 
 
@@ -146,13 +159,13 @@ def test_ending_it_ends_the_steps(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     log, numbers = tmp_path / "check.log", []
-    for _ in range(400):
+    for _ in range(2400):
         numbers = log.read_text().splitlines()[1:] if log.exists() else []
         if numbers:
             break
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=20)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 143 and "logs and results" in said
     with pytest.raises(ProcessLookupError):
         os.kill(int(numbers[0]), 0)
@@ -237,13 +250,15 @@ def test_a_report_of_other_kernels_is_worth_nothing(parts, monkeypatch):
 
 def test_parts_end_in_time(parts, monkeypatch):
     """A part is told how long it may take; none begins that could not end, and one that does not end is stopped."""
-    monkeypatch.setattr(more_cases, "LEAST", 8.0)  # a part takes a quarter of it, and the start of its process
-    monkeypatch.setattr(more_cases, "ENDING", 2.0)
-    code, begun, report, said = parts("--cases", "100", "--seconds", "16", "--check", "--pause 2")
-    assert code == 1 and list(report["parts"]) == begun and len(begun) in (1, 2, 3)
-    assert "s are left, too few for a part" in said
-    code, begun, after, said = parts("--seconds", "12", "--check", "--pause 60")
-    assert code == 1 and len(begun) == 1 and re.search(r": not done after \d+ s; nothing of it", said)
+    clock = Clock()
+    monkeypatch.setattr(more_cases, "time", clock)
+    monkeypatch.setattr(more_cases, "subprocess", processes(clock, lasts=40))
+    code, begun, report, said = parts("--cases", "100", "--seconds", "200")
+    assert code == 1 and list(report["parts"]) == begun and len(begun) == 4
+    assert "40 s are left, too few for a part" in said
+    monkeypatch.setattr(more_cases, "subprocess", processes(clock, lasts=600))
+    code, begun, after, said = parts("--seconds", "60", "--check", "--pause 60")
+    assert code == 1 and len(begun) == 1 and ": not done after 60 s; nothing of it" in said
     assert after == report, "what was stopped is not in the report"
 
 

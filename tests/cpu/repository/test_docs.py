@@ -56,7 +56,7 @@ def test_examples_run(page, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, f"{page} (line numbers are the page's):\n{done.stderr}"
 

@@ -44,7 +44,7 @@ def planned(folder: Path, *targets: str, gpu: bool = False, before: str = "", **
         env={**environment, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,12 +1,12 @@
 """The benchmark's own parts: cases, counting, timing, checking."""
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.support.clock import Clock
 from tools import bench
 from tools.bench import ahead, candidates, cases, commands, inputs, measure, timer
 from tools.bench.verify import Sample
@@ -67,9 +67,12 @@ def test_flops_by_hand():
     assert inputs.flops(packed, CPU, 0) == 4 * 2 * (9 + 256 + 9) * 8
 
 
-def test_interleave_finds_the_slower_one():
+def test_interleave_finds_the_slower_one(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timer, "time", clock)
+
     def wait(seconds):
-        return lambda: time.sleep(seconds)
+        return lambda: clock.sleep(seconds)
 
     times = timer.interleave({"fast": wait(0.001), "slow": wait(0.004)}, CPU, 0.1)
     assert times["slow"].median > 2 * times["fast"].median

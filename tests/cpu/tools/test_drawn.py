@@ -6,12 +6,12 @@ import multiprocessing
 import os
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flashsci.testing import SMALL_CALLS, DrawnCall, draw_call
+from tests.support.clock import Clock
 from tools.bench import commands, drawn, timer
 from tools.bench.drawn import ahead, course, isolation, measure, sample, ways
 from tools.bench.drawn.work import Work
@@ -230,7 +230,7 @@ def test_scores_beyond_a_limit_are_refused(monkeypatch):
 
 def test_the_whole_suite_from_the_command_line(tmp_path, capsys, quick):
     path = tmp_path / "new" / "drawn-1.jsonl"
-    which = ["--seed", "3", "--seconds", "100", "--calls", "3", "--first", "4", "--device", "cpu"]
+    which = ["--seed", "3", "--seconds", "600", "--calls", "3", "--first", "4", "--device", "cpu"]
     assert commands.main(["bench", "--suite", "drawn", *which, "--json", str(path)]) == 0
     records = drawn.read(path)
     assert [r["call"]["index"] for r in records] == [4, 5, 6]
@@ -256,7 +256,7 @@ def test_the_run_ends_with_its_time_and_keeps_its_records(tmp_path, monkeypatch)
             clock.now += 20
             return {**measure.about(self.call, CPU), "candidates": {}}
 
-    clock = SimpleNamespace(now=7.0, monotonic=lambda: clock.now)
+    clock = Clock()
     monkeypatch.setattr(course, "time", clock)
     monkeypatch.setattr(measure, "Measurement", Slow)
     path = tmp_path / "records.jsonl"
@@ -298,7 +298,7 @@ def test_compiling_ahead_runs_calls_in_processes():
 def test_compiling_ahead_ends_with_its_time():
     begin = time.monotonic()
     assert ahead.compile_ahead((draw_call(1, n, SMALL_CALLS) for n in range(9)), CPU, begin + 0.2, workers=1) < 3
-    assert time.monotonic() < begin + 30
+    assert time.monotonic() < begin + 300
 
 
 def dying(call, device):
@@ -316,13 +316,15 @@ def test_compiling_ahead_ignores_errors():
     ahead.run_once(replace(PLAIN, heads=3), "cpu")  # heads of q that no group divides
 
 
-def test_back_to_back_times_a_loop():
+def test_back_to_back_times_a_loop(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timer, "time", clock)
     ran = {"fast": 0, "slow": 0, "very slow": 0}
 
     def wait(name, seconds):
         def function():
             ran[name] += 1
-            time.sleep(seconds)
+            clock.sleep(seconds)
 
         return function
 
@@ -408,7 +410,7 @@ def test_a_process_ends_with_the_time():
 
 def test_a_gpu_compiles_and_measures_in_turns(monkeypatch):
     """Calls that are ready are measured; where time is left, the next ones are compiled."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    clock = Clock(0.0)
     turns = []
 
     def compiling(calls, device, until, on_step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,10 +45,12 @@ def test_layout_of_scores():
     assert copy.stride() == padded.stride() and torch.equal(copy, scores)
 
 
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, capsys, monkeypatch):
+    assert next(residual.cells()).id == "unimol-bf16-s64"
+    monkeypatch.setattr(residual, "cells", lambda: [CELL, replace(CELL, dtype="bf16")])
     path = tmp_path / "records.json"
     residual.main(
-        ["--only", "unimol-fp32-s64", "--batch", "1", "--seconds", "0.01", "--device", "cpu", "--json", str(path)]
+        ["--only", "toy-fp32-s9", "--batch", "1", "--seconds", "0.01", "--device", "cpu", "--json", str(path)]
     )
     assert len(json.loads(path.read_text())) == 6
-    assert "unimol-fp32-s64 backward: flashsci" in capsys.readouterr().out
+    assert "toy-fp32-s9 backward: flashsci" in capsys.readouterr().out

@@ -35,7 +35,7 @@ def sweep(tmp_path, **variables):
         env={**environment, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 
