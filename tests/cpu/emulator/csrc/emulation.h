@@ -94,6 +94,12 @@ void st_shared(uint32_t address, T value) {
   std::memcpy(at(address, sizeof(T), sizeof(T)), &value, sizeof(T));
 }
 
+inline void st_shared_b16(uint32_t address, uint16_t value) { st_shared(address, value); }
+inline void st_shared_b8(uint32_t address, uint32_t value) {
+  st_shared(address, static_cast<uint8_t>(value));
+}
+inline void red_add(float* global, float value) { *global += value; }
+
 inline float ex2_approx(float x) { return std::exp2(x); }
 inline float rcp_approx(float x) { return 1.f / x; }
 inline float lg2_approx(float x) { return std::log2(x); }
