@@ -1,9 +1,10 @@
-"""The 16-bit kernels of csrc/sm80 with ALiBi, forward and backward, run on the host (emulated.py) from the launcher to the stores, by the judge
-of every backend. What a GPU's products, copies and barriers do is emulated; its speed and its registers are not."""
+"""The kernels of csrc/sm80 with ALiBi, forward and backward, run on the host (emulated.py) from the launcher to the stores, by the judge of every
+backend. What a GPU's products, copies and barriers do is emulated; its speed and its registers are not."""
 
 from __future__ import annotations
 
 import ctypes as c
+import functools
 from dataclasses import replace
 
 import pytest
@@ -29,9 +30,15 @@ ROOMS = (100, 164, 228)  # KiB of shared memory of a multiprocessor: sm_86, sm_8
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    library = build(tmp_path_factory.mktemp("sm80"), "sm80")
-    library.workspace.restype = c.c_int64
-    return library
+    """A function that gives the library of a dtype, built at its first use."""
+
+    @functools.cache
+    def library(name: str) -> c.CDLL:
+        found = build(tmp_path_factory.mktemp(name), name)
+        found.workspace.restype = c.c_int64
+        return found
+
+    return lambda dtype: library("sm80_fp32" if dtype == torch.float32 else "sm80")
 
 
 def slope_strides(slopes: torch.Tensor, x: Inputs) -> ScoreStrides:
@@ -63,15 +70,15 @@ def of_heads(x: Inputs, rows: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1) if x.varlen else rows
 
 
-def forward(library: c.CDLL, x: Inputs, room: int, seed: int) -> dict[str, torch.Tensor]:
+def forward(kernels, x: Inputs, room: int, seed: int) -> dict[str, torch.Tensor]:
     out = of_heads(x, poisoned(x.q, x.v.shape[-1]))
     lse = torch.full(out.shape[:-1], torch.nan)
     p = ForwardParams(**parameters(replace(x, dout=None), room), out=_pointer(out), lse=_pointer(lse), out_strides=_strides(out))
-    assert emulate(library.emulate_forward, p, x.q.dtype == torch.bfloat16, seed)
+    assert emulate(kernels(x.q.dtype).emulate_forward, p, x.q.dtype == torch.bfloat16, seed)
     return {"out": of_heads(x, out), "lse": lse}
 
 
-def backward(library: c.CDLL, x: Inputs, made: dict[str, torch.Tensor], room: int, deterministic: bool, seed: int) -> dict:
+def backward(kernels, x: Inputs, made: dict[str, torch.Tensor], room: int, deterministic: bool, seed: int) -> dict:
     found = {f"d{name}": of_heads(x, poisoned(getattr(x, name))) for name in "qkv"}
     out, dout, lse = of_heads(x, made["out"]), of_heads(x, x.dout), made["lse"].contiguous()
     p = parameters(x, room) | {"max_seqlen_k": -1, "deterministic": int(deterministic)}
@@ -80,7 +87,7 @@ def backward(library: c.CDLL, x: Inputs, made: dict[str, torch.Tensor], room: in
     p |= {"out": _pointer(out), "out_strides": _strides(out), "lse": _pointer(lse)}
     p |= {"dout": _pointer(dout), "dout_strides": _strides(dout)}
     p |= {"dlse": _pointer(x.dlse), "dlse_strides": _strides(x.dlse, last=False)}
-    params = BackwardParams(**p)
+    params, library = BackwardParams(**p), kernels(x.q.dtype)
     size = library.workspace(c.byref(params))
     workspace = torch.full((size + 64 + 256,), 255, dtype=torch.uint8)
     params.workspace = (workspace.data_ptr() + 255) // 256 * 256
@@ -88,14 +95,14 @@ def backward(library: c.CDLL, x: Inputs, made: dict[str, torch.Tensor], room: in
     return {name: of_heads(x, gradient) for name, gradient in found.items()}
 
 
-def judge(library: c.CDLL, case: Case, deterministic: bool = False) -> None:
+def judge(kernels, case: Case, deterministic: bool = False) -> None:
     x = make_inputs(case)
-    judged, room = Judge(x), ROOMS[case.seed % 3]
+    judged, room = Judge(x), 228 if max(x.q.shape[-1], x.v.shape[-1]) > 128 else ROOMS[case.seed % 3]
     rows = {n: y.resolve_neg() for n in ("q", "k", "v", "dout") if (y := getattr(x, n)) is not None}
     x = replace(x, **{n: y if y.stride(-1) == 1 else y.contiguous() for n, y in rows.items()})
-    results = forward(library, x, room, case.seed)
+    results = forward(kernels, x, room, case.seed)
     if x.dout is not None:
-        results |= backward(library, x, results, room, deterministic, case.seed)
+        results |= backward(kernels, x, results, room, deterministic, case.seed)
     judged.require(results)
 
 
@@ -113,33 +120,49 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dims", DIMS)
-def test_alibi_of_every_tile(kernels, dims, kind):
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [*((dims, ("bfloat16", "float16")[dims[0] % 64 != 0]) for dims in DIMS)]
+    + [(dims, "float32") for dims in ((16, 16), (32, 20), (64, 64), (128, 128), (256, 256))],
+)
+def test_alibi_of_every_tile(kernels, dims, dtype, kind):
     """Tiles that are cut, several of them, in both directions; both ways to dq."""
     given = KINDS[kind]
     variant = Variant(
-        ("bfloat16", "float16")[dims[0] % 64 != 0], *dims, alibi=True, lse_grad=True, window="window" in given or "causal" in given,
+        dtype, *dims, alibi=True, lse_grad=True, window="window" in given or "causal" in given,
         softcap="softcap" in given, mask="mask_shape" in given, flipped=given.get("scale", 1) < 0,
     )  # fmt: skip
-    case = Case(variant, DIMS.index(dims), lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=150, **given)
+    case = Case(variant, sum(dims) // 32, lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=150, **given)
     for deterministic in (False, True):
         judge(kernels, case, deterministic)
 
 
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("dims", ((32, 32), (64, 48), (20, 36), (128, 128)))
-def test_alibi_of_packed_calls(kernels, dims, causal):
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_alibi_of_packed_calls(kernels, dtype, dims, causal):
     """Slopes of each sequence; empty sequences, and rows of none."""
-    variant = Variant("bfloat16", *dims, alibi=True, varlen=True, window=causal)
+    variant = Variant(dtype, *dims, alibi=True, varlen=True, window=causal)
     lens = dict(lens_q=(33, 0, 70, 5), lens_k=(40, 9, 0, 150))
     for seed in range(3):
         case = Case(variant, seed, heads_k=2, group=2, causal=causal, align="lower_right", **lens)
         judge(kernels, case, deterministic=seed == 1)
 
 
+@pytest.mark.parametrize("sizes", ((20, 30), (70, 32), (70, 150), (300, 200)))
+@pytest.mark.parametrize("mask", (False, True))
+def test_alibi_of_short_rows_of_keys(kernels, sizes, mask):
+    """The fp32 backward in one pass."""
+    for dims in ((16, 16), (32, 32)):
+        variant = Variant("float32", *dims, alibi=True, mask=mask, softcap=mask)
+        shapes = dict(mask_shape=sizes, softcap=5.0) if mask else dict(causal=True, align="lower_right")
+        judge(kernels, Case(variant, 2, lead=(2,), heads_k=2, seq_q=sizes[0], seq_k=sizes[1], **shapes))
+
+
 @pytest.mark.parametrize("dims", ((64, 64), (24, 40)))
-def test_slopes_of_any_sign_and_size(kernels, dims):
-    case = Case(Variant("float16", *dims, alibi=True), 4, lead=(1, 2), rank=5, heads_k=2, seq_q=40, seq_k=90)
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_slopes_of_any_sign_and_size(kernels, dtype, dims):
+    case = Case(Variant(dtype, *dims, alibi=True), 4, lead=(1, 2), rank=5, heads_k=2, seq_q=40, seq_k=90)
     x = make_inputs(case)
     for values in ((0.0, -0.03), (3e4, 1e-30)):
         given = replace(x, alibi_slopes=torch.tensor(values))
@@ -151,7 +174,7 @@ def test_slopes_of_any_sign_and_size(kernels, dims):
 def test_generated_calls(kernels, part):
     pool = [
         Variant(dtype, *dims, alibi=True, window=window, mask=mask, lse_grad=mask, softcap=window and mask)
-        for dtype in ("bfloat16", "float16")
+        for dtype in ("bfloat16", "float16", "float32")
         for dims in ((40, 64), *DIMS[:4])
         for window in (False, True)
         for mask in (False, True)

@@ -48,6 +48,8 @@ inline float rounded_down(double x) {
 }
 // The product of two floats is exact in double, a sum as good as that.
 inline float __fmul_rd(float a, float b) { return rounded_down(static_cast<double>(a) * b); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fadd_rd(float a, float b) { return rounded_down(static_cast<double>(a) + b); }
 // Bytes 0 .. 3 of x, 4 .. 7 of y: the four that the digits of `selector` name, the lowest first.
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
