@@ -182,7 +182,13 @@ def prepared_backward(
     if library.fills_results():
         return general
     weighted = saved.tensors.key_weight is not None
-    options = *layouts.options(scalars), scalars.deterministic, generation, weighted, *layouts.with_slopes(saved.tensors)
+    options = (
+        *layouts.options(scalars),
+        scalars.deterministic,
+        generation,
+        weighted,
+        *layouts.with_slopes(saved.tensors),
+    )
     by_pairs = takes_pairs(saved.tensors, scalars, generation) and dout is not None
     made = prepared.PreparedBackward if saved.tensors.alibi_slopes is None else prepared.PreparedBackwardOfSlopes
     return made(library.handle, dout, dlse, saved, need, options, general, by_pairs)

@@ -57,7 +57,9 @@ def forward_kernels(tensors: Tensors, scalars: Scalars, device: DescribedDevice,
     options = layouts.options(scalars)
     inputs = layouts.inputs(tensors)
     weighted = tensors.key_weight is not None
-    return _asked("cuda_forward_kernels", *inputs, *options, generation, weighted, *device, *layouts.with_slopes(tensors))
+    return _asked(
+        "cuda_forward_kernels", *inputs, *options, generation, weighted, *device, *layouts.with_slopes(tensors)
+    )
 
 
 def backward_kernels(

@@ -57,7 +57,11 @@ def parameters(x: Inputs, room: int) -> dict:
     if x.alibi_slopes is not None:
         mask = None if x.mask is None else x.mask.view(torch.uint8)
         found["bias_mask"] = BiasMask(
-            _pointer(x.alibi_slopes), _pointer(mask), slope_strides(x.alibi_slopes, x), _score_strides(mask), ALIBI_SLOPES
+            _pointer(x.alibi_slopes),
+            _pointer(mask),
+            slope_strides(x.alibi_slopes, x),
+            _score_strides(mask),
+            ALIBI_SLOPES,
         )
     if x.varlen:
         edges = x.cu_seqlens_q, x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
@@ -73,7 +77,9 @@ def of_heads(x: Inputs, rows: torch.Tensor) -> torch.Tensor:
 def forward(kernels, x: Inputs, room: int, seed: int) -> dict[str, torch.Tensor]:
     out = of_heads(x, poisoned(x.q, x.v.shape[-1]))
     lse = torch.full(out.shape[:-1], torch.nan)
-    p = ForwardParams(**parameters(replace(x, dout=None), room), out=_pointer(out), lse=_pointer(lse), out_strides=_strides(out))
+    p = ForwardParams(
+        **parameters(replace(x, dout=None), room), out=_pointer(out), lse=_pointer(lse), out_strides=_strides(out)
+    )
     assert emulate(kernels(x.q.dtype).emulate_forward, p, x.q.dtype == torch.bfloat16, seed)
     return {"out": of_heads(x, out), "lse": lse}
 
