@@ -1,7 +1,7 @@
-"""The gradient of ALiBi slopes: one more pass over the scores, behind a call whose kernels treat the slopes as constants.
+"""The gradient of ALiBi slopes: one more pass over the scores, in the backward of calls whose slopes are learnt.
 
 With dS the gradient of the scores, the slope of a head has the gradient -sum_ij dS_ij |i + shift - j|. Triton computes the
-sums over keys from q, k, v, out and lse of any fused backend (``slope_sums`` of flashsci/backends/triton/plans/dense.py).
+sums over keys (``slope_sums`` of flashsci/backends/triton/plans/dense.py). The other gradients are those of any call.
 
 A backward that is recorded for a derivative of its own, or whose tensors are not ordinary ones, goes through the reference
 instead, which has every order.
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from flashsci.call import recompute
-from flashsci.call.ops import Saved, Tensors, bypasses_dispatcher
+from flashsci.call.ops import Saved, Tangents, Tensors, bypasses_dispatcher
 from flashsci.call.plans import Plan
 
 _SLOPES = Tensors._fields.index("alibi_slopes")
-_BEFORE = 3  # the arguments of the node before its tensors
+_LEAVES = len(Tangents._fields)  # the tensors that have gradients in kernels come first
 
 
 def are_learnt(tensors: Tensors) -> bool:
@@ -30,46 +30,44 @@ def are_learnt(tensors: Tensors) -> bool:
 
 
 def attend(plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """out and lse of an eager call of a fused backend, differentiable in the slopes, too."""
-    from flashsci.call.autograd import EagerForward  # imports the compiler
-
-    constant = tensors._replace(alibi_slopes=tensors.alibi_slopes.detach())  # type: ignore[union-attr]
-    direct = bypasses_dispatcher(constant)
-    ready = plan.to_save(constant, True, direct)
-    out, lse = EagerForward.apply(plan, direct, *ready)
-    result: tuple[Tensor, Tensor] = LearntSlopes.apply(
-        plan, out, lse, *ready._replace(alibi_slopes=tensors.alibi_slopes)
-    )
+    """out and lse of an eager call of Triton's kernels, differentiable in the slopes, too."""
+    direct = bypasses_dispatcher(tensors)
+    result: tuple[Tensor, Tensor] = LearntSlopes.apply(plan, direct, *plan.to_save(tensors, True, direct))
     return result
 
 
 class LearntSlopes(torch.autograd.Function):
-    """out and lse themselves, which depend on the slopes from here on."""
+    """out, lse = attention whose slopes have a gradient, eagerly; the inputs are those of ``EagerForward``."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, out: Tensor, lse: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, plan: Plan, direct: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
+        output: tuple[Tensor, Tensor] = (
+            plan.prepared(tensors)(tensors) if direct else plan.module.forward(Tensors(*tensors), plan.scalars)
+        )
         ctx.set_materialize_grads(False)
         ctx.plan = plan
-        ctx.save_for_backward(*tensors, out, lse)
-        return out.view_as(out), lse.view_as(lse)
+        ctx.save_for_backward(*tensors, *output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        plan, wanted = ctx.plan, ctx.needs_input_grad[_BEFORE:]
+        plan, wanted = ctx.plan, ctx.needs_input_grad[2:]
         if dout is None and dlse is None:
-            return (None,) * (_BEFORE + len(wanted))
+            return (None,) * (2 + len(wanted))
         if torch.is_grad_enabled() or not bypasses_dispatcher((dout, dlse, *tensors, out, lse)):
-            # All gradients come from here: none goes on to the kernels.
-            found = recompute.gradients(_by_reference(plan), tensors, wanted, (dout, dlse))
-            return None, None, None, *found
-        gradients: list[Tensor | None] = [None] * len(wanted)
+            return None, None, *recompute.gradients(_by_reference(plan), tensors, wanted, (dout, dlse))
+        from flashsci.call.autograd import eager_backward  # imports the compiler
+
+        need = sum(1 << i for i, x in enumerate(wanted[:_LEAVES]) if x)
+        found = eager_backward(plan, dout, dlse, ctx.saved_tensors, need) if need else ()
+        gradients = [x if wanted[i] else None for i, x in enumerate(found)]
+        gradients += [None] * (len(wanted) - len(gradients))
         if wanted[_SLOPES]:
             given = Tensors(*tensors)
-            laid_out = plan.raised(given).laid_out()
-            saved = Saved(laid_out, out, lse, plan.scalars)
+            saved = Saved(plan.raised(given).laid_out(), out, lse, plan.scalars)
             gradients[_SLOPES] = _summed(_triton().slope_sums(dout, dlse, saved), given)
-        return None, dout, dlse, *gradients
+        return None, None, *gradients
 
 
 def _by_reference(plan: Plan) -> Any:
