@@ -37,6 +37,8 @@ class Block:
     tangents: dict[str, Tensor]  # "tq", "tk", "tv", "tbias" in the shapes of q, k, v, bias
     residual: bool = False  # scores are a result
     dscores: Tensor | None = None  # their gradient, [*, Hq, Sq, Sk]
+    by_slope: Tensor | None = None  # -|i + shift - j| where slopes of ALiBi have a gradient, [Sq, Sk]
+    slopes: Tensor | None = None  # [*, Hq or 1, 1, 1]
 
     def slot(self, name: str, whole: Tensor) -> Tensor:
         """This block's part of a result, a view of it."""
@@ -100,14 +102,15 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         full = lambda x: x.reshape((1,) * (len(shape) - x.dim()) + x.shape)  # noqa: E731
         by_key = lambda x: x.reshape((1,) * (len(shape) - 1 - x.dim()) + x.shape)  # noqa: E731
         visible = visible_pairs(shape[-2], shape[-1], options, q.device)
-        alibi = inputs.alibi_slopes
+        alibi, by_slope, slopes = inputs.alibi_slopes, None, None
         if alibi is not None:
-            away = _ahead(shape[-2], shape[-1], options, q.device).abs()
-            alibi = (-alibi[..., None, None] * away).expand(shape)
+            by_slope = -_ahead(shape[-2], shape[-1], options, q.device).abs().double()
+            slopes = full(alibi[..., None, None])
+            alibi = (slopes * by_slope).expand(shape)
         visible = visible if inputs.mask is None else visible & full(inputs.mask)
         place = _places(
             dict.fromkeys(("out", "lse", "scores", "dq", "dk", "dv"), heads)
-            | {"dbias": full, "dkey_weight": by_key, "dsink": lambda x: x}
+            | {"dbias": full, "dkey_weight": by_key, "dsink": lambda x: x, "dalibi_slopes": lambda x: full(x[..., None, None])}
         )
         yield Block(
             q,
@@ -127,6 +130,8 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             {name: place[name](x) for name, x in inputs.tangents.items()},
             inputs.residual,
             None if inputs.dscores is None else heads(inputs.dscores),
+            by_slope if inputs.alibi_grad else None,
+            slopes,
         )
         return
     starts_q = inputs.cu_seqlens_q.tolist()
@@ -150,6 +155,9 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         def weight_of(x: Tensor, keys: slice = keys) -> Tensor:
             return (x if x.dim() == 2 else x[None])[:, keys]
 
+        def slopes_of(x: Tensor, n: int = n) -> Tensor:
+            return (x if x.dim() == 1 else x[min(n, len(x) - 1)])[:, None, None]
+
         def lse_of(x: Tensor, rows: slice = rows) -> Tensor:
             return x[:, rows]
 
@@ -163,12 +171,14 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
                 "dbias": bias_of,
                 "dkey_weight": weight_of,
                 "dsink": lambda x: x,
+                "dalibi_slopes": slopes_of,
             }
         )
-        alibi = inputs.alibi_slopes
+        alibi, by_slope, slopes = inputs.alibi_slopes, None, None
         if alibi is not None:
-            slopes = alibi.expand(len(starts_q) - 1, alibi.shape[-1])[n]
-            alibi = -slopes[:, None, None] * _ahead(*size, options, inputs.q.device).abs()
+            by_slope = -_ahead(*size, options, inputs.q.device).abs().double()
+            slopes = slopes_of(alibi)
+            alibi = slopes * by_slope
         yield Block(
             rows_of(inputs.q),
             keys_of(inputs.k),
@@ -185,4 +195,6 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             softcap,
             place,
             {name: place[name](x) for name, x in inputs.tangents.items()},
+            by_slope=by_slope if inputs.alibi_grad else None,
+            slopes=slopes,
         )
