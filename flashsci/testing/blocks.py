@@ -110,7 +110,12 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         visible = visible if inputs.mask is None else visible & full(inputs.mask)
         place = _places(
             dict.fromkeys(("out", "lse", "scores", "dq", "dk", "dv"), heads)
-            | {"dbias": full, "dkey_weight": by_key, "dsink": lambda x: x, "dalibi_slopes": lambda x: full(x[..., None, None])}
+            | {
+                "dbias": full,
+                "dkey_weight": by_key,
+                "dsink": lambda x: x,
+                "dalibi_slopes": lambda x: full(x[..., None, None]),
+            }
         )
         yield Block(
             q,

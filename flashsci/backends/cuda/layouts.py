@@ -23,7 +23,9 @@ def _slopes(tensors: Tensors) -> Tensor:
     if q.dim() == 2:
         return slopes.reshape(1, 1)
     lead = q.dim() - 2 if tensors.cu_seqlens_q is None else 2
-    return slopes[(*(None,) * (lead - slopes.dim()), ..., None, None)]
+    missing = (None,) * (lead - slopes.dim())
+    every = (*missing, ..., None, None)
+    return slopes[every]
 
 
 def inputs(tensors: Tensors) -> tuple[Tensor | None, ...]:

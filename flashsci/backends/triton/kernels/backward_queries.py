@@ -103,7 +103,7 @@ def dq_kernel(
                     ds = ds * slope
                 acc = add_product(ds, k_rows, acc, PRECISION)
 
-    if BIAS_GRADIENT == ROW_SUMS or BIAS_GRADIENT == DISTANCE_SUMS:
+    if BIAS_GRADIENT >= ROW_SUMS:  # one of the sums over keys
         tl.store(dbias + first + i, row_sums, mask=i < span.len_q)
     if dq is not None:
         dq_tile = rows_of(dq, dq_strides, at, at.h, row, D.VECTOR)
