@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,22 +79,25 @@ def _places(first: dict[str, Any]) -> dict[str, Any]:
     return first | {name: first[like] for name, like in _LIKE.items()}
 
 
-def blocks(inputs: Inputs) -> Iterator[Block]:
-    """The dense problems of a call in fp64."""
+def _kept(inputs: Inputs, shape: tuple[int, ...], index: int) -> Tensor:
+    """The factors of dropout for the scores of one block."""
     from flashsci import dropout_mask
 
+    p = inputs.options.get("dropout_p", 0.0)
+    if not p:
+        return inputs.q.new_ones(())
+    assert inputs.dropout_seed is not None
+    return dropout_mask(inputs.dropout_seed, p, shape, batch_offset=index).double() / (1 - p)
+
+
+def blocks(inputs: Inputs) -> Iterator[Block]:
+    """The dense problems of a call in fp64."""
     options = inputs.options
-    p = options.get("dropout_p", 0.0)
     scale = options.get("scale")
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     softcap = options.get("softcap")
     softcap = None if softcap is not None and softcap >= 2.0**100 * abs(scale) else softcap
-
-    def keep(shape: tuple[int, ...], index: int) -> Tensor:
-        if not p:
-            return inputs.q.new_ones(())
-        assert inputs.dropout_seed is not None
-        return dropout_mask(inputs.dropout_seed, p, shape, batch_offset=index).double() / (1 - p)
+    keep = functools.partial(_kept, inputs)
 
     if inputs.cu_seqlens_q is None:
         heads = (lambda x: x[None]) if inputs.q.dim() == 2 else (lambda x: x)
