@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashsci.testing import Case, Inputs, Judge, Variant, generate, make_inputs
-from tests.cpu.emulator.emulated import build, emulate
+from tests.cpu.emulator.emulated import build, emulate, is_found
 from tests.cpu.emulator.test_small_kernel import common, poisoned
 from tools.kernels.launchers import (
     ALIBI_SLOPES,
@@ -129,7 +129,8 @@ KINDS = {
 @pytest.mark.parametrize(
     ("dims", "dtype"),
     [*((dims, ("bfloat16", "float16")[dims[0] % 64 != 0]) for dims in DIMS)]
-    + [(dims, "float32") for dims in ((16, 16), (32, 20), (64, 64), (128, 128), (256, 256))],
+    + [(dims, "float32") for dims in ((16, 16), (32, 20), (64, 64), (128, 128))]
+    + [pytest.param((256, 256), "float32", marks=pytest.mark.slow)],
 )
 def test_alibi_of_every_tile(kernels, dims, dtype, kind):
     """Tiles that are cut, several of them, in both directions; both ways to dq."""
@@ -191,3 +192,28 @@ def test_generated_calls(kernels, part):
             continue  # no launcher gets a call without a score
         if 3 <= x.q.dim() <= 5 and x.q.shape[:-3] == x.k.shape[:-3] == x.v.shape[:-3]:
             judge(kernels, case, deterministic=case.seed % 2 == 1)
+
+
+FAULTS = {
+    "a distance with a sign": ("../core/alibi.cuh", "fmaf(-slope, fabsf(ahead), s)", "fmaf(-slope, ahead, s)"),
+    "the keys of other lanes, in the backward": ("../sm80/bwd/bias_mask.cuh", "(m * 2 + e / 2);", "(m * 2);"),
+    "a diagonal that ends elsewhere": (
+        "../sm80/bwd/bias_mask_kernel.cuh",
+        "(p.lower_right != 0 ? keys - queries : 0)",
+        "0",
+    ),
+    "the slope of the next sequence": ("../core/alibi.cuh", "(segment - 1) * p", "(segment % num_seqs) * p"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tmp_path, fault):
+    library = build(tmp_path, "sm80", FAULTS[fault])
+    library.workspace.restype = c.c_int64
+    packed = "sequence" in fault
+    causal = "sign" not in fault  # where no key is ahead of its query, its distance has one sign
+    variant = Variant("bfloat16", 64, 64, alibi=True, window=causal, varlen=packed)
+    sizes = dict(lens_q=(33, 40), lens_k=(40, 90)) if packed else dict(lead=(2,), seq_q=70, seq_k=150)
+    case = Case(variant, heads_k=2, causal=causal, align="lower_right", **sizes)
+    assert is_found(lambda seed: judge(lambda dtype: library, replace(case, seed=seed)), range(12))
