@@ -108,7 +108,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         visible = visible_pairs(shape[-2], shape[-1], options, q.device)
         alibi, by_slope, slopes = inputs.alibi_slopes, None, None
         if alibi is not None:
-            by_slope = -_ahead(shape[-2], shape[-1], options, q.device).abs().double()
+            by_slope = -_ahead(shape[-2], shape[-1], options, q.device).abs()
             slopes = full(alibi[..., None, None])
             alibi = (slopes * by_slope).expand(shape)
         visible = visible if inputs.mask is None else visible & full(inputs.mask)
@@ -185,7 +185,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         )
         alibi, by_slope, slopes = inputs.alibi_slopes, None, None
         if alibi is not None:
-            by_slope = -_ahead(*size, options, inputs.q.device).abs().double()
+            by_slope = -_ahead(*size, options, inputs.q.device).abs()
             slopes = slopes_of(alibi)
             alibi = slopes * by_slope
         yield Block(
