@@ -109,9 +109,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     const std::optional<Tensor>& cu_seqlens_k, const Tensor& out, const Tensor& lse,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
-    int64_t need, bool weighted) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,  window_left,
-                        window_right, lower_right,  tf32,  weighted, generation};
+    int64_t need, bool weighted, bool slopes) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale,    softcap, window_left, window_right,
+                        lower_right,  tf32,         weighted, slopes,  generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;
@@ -135,6 +135,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   Tensor dq = gradient(q, kQ, p.dq, p.dq_strides);
   Tensor dk = gradient(k, kK, p.dk, p.dk_strides);
   Tensor dv = gradient(v, kV, p.dv, p.dv_strides);
+  FLASHSCI_CHECK(!(slopes && (need & kBias)), "alibi_slopes have no gradient here");
   const bool need_bias = bias.has_value() && (need & kBias);
   const int32_t bias_dtype = bias.has_value() ? dtype_of(*bias) : call.dtype;
   const int64_t none[] = {0};
@@ -178,11 +179,11 @@ std::string cuda_backward_kernels(
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
     int64_t need, bool weighted, int64_t capability, int64_t processors, int64_t shared_per_sm,
-    int64_t shared_per_block) {
+    int64_t shared_per_block, bool slopes) {
   return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
     cuda_backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, out, lse,
                   max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
-                  lower_right, tf32, deterministic, generation, need, weighted);
+                  lower_right, tf32, deterministic, generation, need, weighted, slopes);
   });
 }
 
@@ -227,9 +228,10 @@ Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::opti
                               const std::optional<Tensor>& dbias, int64_t max_seqlen_q,
                               int64_t max_seqlen_k, double scale, double softcap,
                               int64_t window_left, int64_t window_right, bool lower_right,
-                              bool tf32, bool deterministic, int64_t generation, bool weighted) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,  window_left,
-                        window_right, lower_right,  tf32,  weighted, generation};
+                              bool tf32, bool deterministic, int64_t generation, bool weighted,
+                              bool slopes) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale,    softcap, window_left, window_right,
+                        lower_right,  tf32,         weighted, slopes,  generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;
@@ -238,7 +240,7 @@ Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::opti
   if (dk.has_value()) p.dk_strides = check_gradient(*dk, k, "dk").strides();
   if (dv.has_value()) p.dv_strides = check_gradient(*dv, v, "dv").strides();
   if (dbias.has_value()) {
-    FLASHSCI_CHECK(bias.has_value(), "dbias without a bias");
+    FLASHSCI_CHECK(bias.has_value() && !slopes, "dbias without a bias");
     p.dbias_strides = check_pairs(*dbias, *bias, call).pair_strides();
   }
   return kept_by_python(prepared);

@@ -24,6 +24,7 @@ from flashsci.call.ops import (
     Tensors,
     with_rank,
 )
+from flashsci.call.problem import with_feature
 from flashsci.call.row_pitch import whole_rows
 from flashsci.call.torch_state import is_recorded, transforming
 from flashsci.choice import backends, differentiate
@@ -144,6 +145,8 @@ def attention_backward(
             kernel_weight = key_weight.unsqueeze(0)
         lse_shape = (q.shape[1], q.shape[0])
     _check_given(q, v, dout, out, lse, dlse, lse_shape)
+    if needs_grad and transforms.wanted(alibi_slopes):  # of these gradients: a second derivative
+        call = with_feature(call, "alibi_further", True)
     choice = decide(ATTENTION, call, backend)
     if choice.forward == "reference" and cu_seqlens_q is not None and cu_seqlens_k is not None:
         arguments.check_unmapped("cu_seqlens_q", cu_seqlens_q)

@@ -148,7 +148,7 @@ def _with_kernels(
     if not (by_cuda or (choice.gradients == BY_RULES and needs_grad)) or q.is_nested:
         return found
     naming = _naming()
-    flags = gradients(*tensors.leaves) if needs_grad else ()
+    flags = gradients(*tensors.leaves)[: len(tensors.leaves)] if needs_grad else ()
     need = sum(1 << i for i, wanted in enumerate(flags) if wanted)
     rows = Tensors(*map(naming.without_memory, tensors))
     if tensors.cu_seqlens_q is None:

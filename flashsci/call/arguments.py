@@ -380,6 +380,7 @@ class Options(NamedTuple):
         bias, key_weight = tensors.get("bias"), tensors.get("key_weight")
         # A compiler may keep floats symbolic; it is enough to know whether there is a softcap or dropout.
         static = torch.compiler.is_compiling()
+        learnt = needs_grad and wanted(tensors.get("alibi_slopes"))
         # A compiler's tensors do not show the derivatives that transforms want. A backend must know of weights with a
         # sink.
         hidden = static and "key_weight" in given and "sink" in given and transforming()
@@ -399,7 +400,9 @@ class Options(NamedTuple):
             key_weight="key_weight" in given,
             key_weight_grad=(needs_grad and wanted(key_weight)) or hidden,
             alibi="alibi_slopes" in given,
-            alibi_grad=needs_grad and wanted(tensors.get("alibi_slopes")),
+            alibi_grad=learnt,
+            # A tangent, or a derivative under a transform or a compiler.
+            alibi_further=learnt and (static or transforming()),
             sink="sink" in given,
             mask="mask" in given,
             given=given,

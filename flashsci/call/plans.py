@@ -30,9 +30,9 @@ def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Flags of the tensors for which a call needs derivatives: never empty, so that it counts as true."""
+    """Flags of the tensors for which a call needs derivatives, and of transforms: never empty, so that it counts as true."""
     if transforming():
-        return tuple(map(wanted, tensors))
+        return (*map(wanted, tensors), True)
     return tuple([x is not None and x.requires_grad for x in tensors])
 
 

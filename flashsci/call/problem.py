@@ -86,6 +86,7 @@ class Problem:
     key_weight_grad: bool = False
     alibi: bool = False
     alibi_grad: bool = False
+    alibi_further: bool = False  # by more than the gradient of an eager call: see `arguments.Options.features`
     sink: bool = False
     mask: bool = False
     mask_tiles: bool = False  # of a mask with a table of its tiles, or of one for which a table pays
@@ -158,6 +159,12 @@ def facts(q: Tensor, v: Tensor, heads_q: int, heads_k: int, features: dict[str, 
     device = q.device
     sizes = index(heads_q), index(heads_k), index(q.shape[-1]), index(v.shape[-1])
     return (device.type, device.index, q.dtype, *sizes, tuple(features.items()))
+
+
+def with_feature(facts: tuple[Any, ...], name: str, value: object) -> tuple[Any, ...]:
+    """:func:`facts` with another value of one feature."""
+    *others, features = facts
+    return (*others, tuple((n, value if n == name else x) for n, x in features))
 
 
 def problem_of(

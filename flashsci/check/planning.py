@@ -61,13 +61,15 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
     pairs = bool(unit and unit.startswith("cuda/sm90/pair"))
     small = bool(unit and unit.startswith("cuda/sm80/small"))
     hopper = bool(unit and unit.startswith("cuda/sm90")) and not pairs
+    slopes = bool(unit and unit.startswith("cuda/sm80")) and not small
     if unit and unit.startswith("cuda"):
         only = DTYPE_OF.get(unit.rsplit("_")[-1])
         # Without features that these kernels refuse: a case that no backend serves shows nothing.
         served = [
             v
             for v in variants(1024 if many else 512) + variants(features=False)
-            if not (v.dropout or v.key_weight or v.alibi or (v.varlen and v.bias))
+            if not (v.dropout or v.key_weight or (v.varlen and v.bias))
+            and not (v.alibi and (v.bias or not slopes))
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ class Block:
     tangents: dict[str, Tensor]  # "tq", "tk", "tv", "tbias" in the shapes of q, k, v, bias
     residual: bool = False  # scores are a result
     dscores: Tensor | None = None  # their gradient, [*, Hq, Sq, Sk]
+    by_slope: Tensor | None = None  # -|i + shift - j| where slopes of ALiBi have a gradient, [Sq, Sk]
+    slopes: Tensor | None = None  # [*, Hq or 1, 1, 1]
 
     def slot(self, name: str, whole: Tensor) -> Tensor:
         """This block's part of a result, a view of it."""
@@ -76,22 +79,25 @@ def _places(first: dict[str, Any]) -> dict[str, Any]:
     return first | {name: first[like] for name, like in _LIKE.items()}
 
 
-def blocks(inputs: Inputs) -> Iterator[Block]:
-    """The dense problems of a call in fp64."""
+def _kept(inputs: Inputs, shape: tuple[int, ...], index: int) -> Tensor:
+    """The factors of dropout for the scores of one block."""
     from flashsci import dropout_mask
 
+    p = inputs.options.get("dropout_p", 0.0)
+    if not p:
+        return inputs.q.new_ones(())
+    assert inputs.dropout_seed is not None
+    return dropout_mask(inputs.dropout_seed, p, shape, batch_offset=index).double() / (1 - p)
+
+
+def blocks(inputs: Inputs) -> Iterator[Block]:
+    """The dense problems of a call in fp64."""
     options = inputs.options
-    p = options.get("dropout_p", 0.0)
     scale = options.get("scale")
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     softcap = options.get("softcap")
     softcap = None if softcap is not None and softcap >= 2.0**100 * abs(scale) else softcap
-
-    def keep(shape: tuple[int, ...], index: int) -> Tensor:
-        if not p:
-            return inputs.q.new_ones(())
-        assert inputs.dropout_seed is not None
-        return dropout_mask(inputs.dropout_seed, p, shape, batch_offset=index).double() / (1 - p)
+    keep = functools.partial(_kept, inputs)
 
     if inputs.cu_seqlens_q is None:
         heads = (lambda x: x[None]) if inputs.q.dim() == 2 else (lambda x: x)
@@ -100,14 +106,20 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         full = lambda x: x.reshape((1,) * (len(shape) - x.dim()) + x.shape)  # noqa: E731
         by_key = lambda x: x.reshape((1,) * (len(shape) - 1 - x.dim()) + x.shape)  # noqa: E731
         visible = visible_pairs(shape[-2], shape[-1], options, q.device)
-        alibi = inputs.alibi_slopes
+        alibi, by_slope, slopes = inputs.alibi_slopes, None, None
         if alibi is not None:
-            away = _ahead(shape[-2], shape[-1], options, q.device).abs()
-            alibi = (-alibi[..., None, None] * away).expand(shape)
+            by_slope = -_ahead(shape[-2], shape[-1], options, q.device).abs()
+            slopes = full(alibi[..., None, None])
+            alibi = (slopes * by_slope).expand(shape)
         visible = visible if inputs.mask is None else visible & full(inputs.mask)
         place = _places(
             dict.fromkeys(("out", "lse", "scores", "dq", "dk", "dv"), heads)
-            | {"dbias": full, "dkey_weight": by_key, "dsink": lambda x: x}
+            | {
+                "dbias": full,
+                "dkey_weight": by_key,
+                "dsink": lambda x: x,
+                "dalibi_slopes": lambda x: full(x[..., None, None]),
+            }
         )
         yield Block(
             q,
@@ -127,6 +139,8 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             {name: place[name](x) for name, x in inputs.tangents.items()},
             inputs.residual,
             None if inputs.dscores is None else heads(inputs.dscores),
+            by_slope if inputs.alibi_grad else None,
+            slopes,
         )
         return
     starts_q = inputs.cu_seqlens_q.tolist()
@@ -150,6 +164,9 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         def weight_of(x: Tensor, keys: slice = keys) -> Tensor:
             return (x if x.dim() == 2 else x[None])[:, keys]
 
+        def slopes_of(x: Tensor, n: int = n) -> Tensor:
+            return (x if x.dim() == 1 else x[min(n, len(x) - 1)])[:, None, None]
+
         def lse_of(x: Tensor, rows: slice = rows) -> Tensor:
             return x[:, rows]
 
@@ -163,12 +180,14 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
                 "dbias": bias_of,
                 "dkey_weight": weight_of,
                 "dsink": lambda x: x,
+                "dalibi_slopes": slopes_of,
             }
         )
-        alibi = inputs.alibi_slopes
+        alibi, by_slope, slopes = inputs.alibi_slopes, None, None
         if alibi is not None:
-            slopes = alibi.expand(len(starts_q) - 1, alibi.shape[-1])[n]
-            alibi = -slopes[:, None, None] * _ahead(*size, options, inputs.q.device).abs()
+            by_slope = -_ahead(*size, options, inputs.q.device).abs()
+            slopes = slopes_of(alibi)
+            alibi = slopes * by_slope
         yield Block(
             rows_of(inputs.q),
             keys_of(inputs.k),
@@ -185,4 +204,6 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             softcap,
             place,
             {name: place[name](x) for name, x in inputs.tangents.items()},
+            by_slope=by_slope if inputs.alibi_grad else None,
+            slopes=slopes,
         )

@@ -43,8 +43,8 @@ from flashsci.testing.tolerance import (
     SUM_ROUNDINGS,
 )
 
-TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
-SUMMED = ("dsink", "gsink")  # summed over packed sequences
+TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", "dalibi_slopes", *SECOND_ORDER)
+SUMMED = ("dsink", "gsink", "dalibi_slopes")  # summed over packed sequences
 PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
 
 

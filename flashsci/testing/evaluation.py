@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashsci.testing.inputs import Inputs
 
-LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
+LEAVES = ("q", "k", "v", "bias", "key_weight", "sink", "alibi_slopes")
 
 
 def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options: Any) -> dict[str, Tensor]:
@@ -36,6 +36,8 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
         x = getattr(inputs, name)
         if x is not None:
             leaves[name] = x.detach().requires_grad_(learning and learnt)
+    if inputs.alibi_slopes is not None and inputs.alibi_grad:
+        leaves["alibi_slopes"] = inputs.alibi_slopes.detach().requires_grad_(learning)
     arguments: dict[str, Any] = dict(inputs.options, return_lse=lse, backend=backend)
     if inputs.dropout_seed is not None:
         arguments["dropout_seed"] = inputs.dropout_seed

@@ -283,6 +283,7 @@ class Formula:
         self._rows_gradients(forward, backward)
         self._bias_gradient(backward)
         self._weight_gradient(forward, backward)
+        self._slope_gradient(backward)
         if sink is not None:
             self._sink_gradient(forward, backward, sink)
         if b.tangents:
@@ -332,6 +333,20 @@ class Formula:
         self.subnormal["dbias"] = (g.gone * g.u_abs).sum_to_size(shape)
         if g.e_loose is not None:
             self.loose["dbias"] = g.e_loose.sum_to_size(shape)
+
+    def _slope_gradient(self, g: BackwardFormula) -> None:
+        by_slope, slopes = self.b.by_slope, self.b.slopes
+        if by_slope is None or slopes is None:
+            return
+        shape = slopes.shape
+
+        def of_slope(x: Tensor) -> Tensor:
+            return (x * by_slope).sum_to_size(shape)
+
+        self._store("dalibi_slopes", of_slope(g.e), -of_slope(g.e_abs), -of_slope(g.e_fine))
+        self.subnormal["dalibi_slopes"] = -of_slope(g.gone * g.u_abs)
+        if g.e_loose is not None:
+            self.loose["dalibi_slopes"] = -of_slope(g.e_loose)
 
     def _weight_gradient(self, f: ForwardFormula, g: BackwardFormula) -> None:
         """dkey_weight, and the possible size of P without weights in loose rows."""

@@ -37,6 +37,7 @@ class Inputs:
     sink: Tensor | None = None
     bias_grad: bool = True
     key_weight_grad: bool = True
+    alibi_grad: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     tangents: dict[str, Tensor] = field(default_factory=dict)
     residual: bool = False

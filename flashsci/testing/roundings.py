@@ -40,7 +40,12 @@ class Precisions(NamedTuple):
 
     def of_result(self, name: str) -> float:
         """The unit roundoff of one result."""
-        special = {"bias": self.of_bias, "key_weight": self.of_weight, "sink": self.of_sink}
+        special = {
+            "bias": self.of_bias,
+            "key_weight": self.of_weight,
+            "sink": self.of_sink,
+            "alibi_slopes": self.internal,
+        }
         if name in ("gdlse", "tlse"):
             return self.internal
         return special.get(name[1:], self.unit)

@@ -36,6 +36,7 @@ from flashsci.choice import backends
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FOLDERS = ("sm90", "sm80", "sm75", "small")
+ALIBI_SLOPES = 3  # a value of bias_is_fp32 (csrc/include/flashsci_alibi.h)
 NOT_SUPPORTED = 801  # cudaErrorNotSupported: left to an older generation
 
 

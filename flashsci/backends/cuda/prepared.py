@@ -80,6 +80,8 @@ def _prepared_forward(tensors: Tensors, out: Tensor, options: tuple[Any, ...]) -
     return kept
 
 
+_SLOPES = Tensors._fields.index("alibi_slopes")
+
 # The most numbers of an lse that no caller reads.
 MOST_DISCARDED = 65536
 
@@ -168,6 +170,27 @@ class PreparedForward:
         return self.general(tensors)
 
 
+def _slopes_as_bias(tensors: Given) -> Given:
+    """The tensors of a call with ALiBi, which has no bias, with the slopes in its place, as the library takes them."""
+    return *tensors[:3], tensors[_SLOPES], *tensors[4:]
+
+
+def _without_bias(tensors: Given) -> Given:
+    return *tensors[:3], None, *tensors[4:]
+
+
+class PreparedForwardOfSlopes(PreparedForward):
+    """A :class:`PreparedForward` of tensors with ALiBi."""
+
+    __slots__ = ()
+
+    def __init__(self, library: Any, tensors: Tensors, options: tuple[Any, ...], general: Callable[..., Any]) -> None:
+        super().__init__(library, tensors, options, lambda given: general(_without_bias(given)))
+
+    def __call__(self, tensors: Given) -> tuple[Tensor, Tensor]:
+        return super().__call__(_slopes_as_bias(tensors))
+
+
 class PreparedBackward:
     """A function that computes dq, dk, dv, dbias, dkey_weight of tensors of one signature, None for those not
     needed."""
@@ -197,7 +220,7 @@ class PreparedBackward:
     ) -> None:
         """``by_pairs``: the gradient of the bias is in the order of the bias, else as
         ``ops.empty_bias_gradient`` makes it."""
-        q, k, v, _, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
+        q, k, v, _, weights, *_ = saved.tensors
         rows = [
             empty_like_layout(x, x.shape) if need & bit else None for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
         ]
@@ -207,8 +230,8 @@ class PreparedBackward:
             dbias = torch.empty_like(bias) if by_pairs else empty_bias_gradient(bias, pitched)
         # Weights have one dim less than a bias in their place.
         self.like_bias = bias is not None and weights is None and is_like(dbias, bias)
-        inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, saved.out, saved.lse
-        self.kept = torch.ops.flashsci.cuda_prepared_backward(dout, dlse, *inputs, *rows, dbias, *options)
+        given = *inputs(saved.tensors), saved.out, saved.lse
+        self.kept = torch.ops.flashsci.cuda_prepared_backward(dout, dlse, *given, *rows, dbias, *options)
         self.address, self.launch = (
             self.kept.data_ptr(),
             _function(library, "flashsci_run_backward"),
@@ -260,3 +283,30 @@ class PreparedBackward:
         ):
             return (dq, dk, dv, dbias, None) if weights is None else (dq, dk, dv, None, dbias)
         return self.general(dout, dlse, tensors, out, lse)
+
+
+class PreparedBackwardOfSlopes(PreparedBackward):
+    """A :class:`PreparedBackward` of tensors with ALiBi."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        library: Any,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        saved: Saved,
+        need: int,
+        options: tuple[Any, ...],
+        general: Callable[..., tuple[Tensor | None, ...]],
+        by_pairs: bool = False,
+    ) -> None:
+        def of_slopes(dout: Any, dlse: Any, tensors: Given, *results: Tensor) -> tuple[Tensor | None, ...]:
+            return general(dout, dlse, _without_bias(tensors), *results)
+
+        super().__init__(library, dout, dlse, saved, need, options, of_slopes, by_pairs)
+
+    def __call__(
+        self, dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return super().__call__(dout, dlse, _slopes_as_bias(tensors), out, lse)

@@ -98,7 +98,7 @@ def rejects(problem: Problem) -> str | None:
             f"sm_{problem.capability[0]}{problem.capability[1]} has no bfloat16 instructions (sm_80 and newer have); "
             "use float16 or float32"
         )
-    if problem.alibi_grad:
+    if problem.alibi_further or (problem.alibi_grad and problem.sink):
         return derivatives.lacks("triton", "alibi_slopes")
     if problem.sink and problem.key_weight_grad:
         return "key weights beside a sink have no gradient here, where a row's may all be zero"

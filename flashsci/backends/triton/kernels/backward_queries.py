@@ -26,11 +26,13 @@ from .kernel import kernel
 from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, scores, store_plane
 from .tiles import key_step, key_steps, keys_of
 
-# The use of dS, in addition to dq and dk: stored unchanged (the bias has every dim), or summed over keys or queries.
+# The use of dS, in addition to dq and dk: stored unchanged (the bias has every dim), or summed over keys or queries, or
+# over keys times -|i + shift - j|, which is the derivative of a score by its slope of ALiBi.
 NO_BIAS_GRADIENT = tl.constexpr(0)
 STORE = tl.constexpr(1)
 ROW_SUMS = tl.constexpr(2)
 COLUMN_SUMS = tl.constexpr(3)
+DISTANCE_SUMS = tl.constexpr(4)
 
 
 @kernel
@@ -40,7 +42,7 @@ def dq_kernel(
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS_GRADIENT: tl.constexpr, DBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """dq (unless None), and dbias if it is dS itself (STORE) or its sums over keys (ROW_SUMS, fp32, one per query row)."""
+    """dq (unless None), and dbias if it is dS itself (STORE) or sums over keys (ROW_SUMS, DISTANCE_SUMS: fp32, one per query row)."""
     i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
@@ -93,12 +95,15 @@ def dq_kernel(
                 store_plane(dbias, i, j, span.len_k, ds, DBIAS_VECTOR)
             if BIAS_GRADIENT == ROW_SUMS:
                 row_sums += tl.sum(ds, 1)
+            if BIAS_GRADIENT == DISTANCE_SUMS:
+                away = tl.abs(j[None, :] - i[:, None] - span.shift).to(tl.float32)
+                row_sums -= tl.sum(ds * away, 1)
             if dq is not None:
                 if F.SOFTCAP:
                     ds = ds * slope
                 acc = add_product(ds, k_rows, acc, PRECISION)
 
-    if BIAS_GRADIENT == ROW_SUMS:
+    if BIAS_GRADIENT >= ROW_SUMS:  # one of the sums over keys
         tl.store(dbias + first + i, row_sums, mask=i < span.len_q)
     if dq is not None:
         dq_tile = rows_of(dq, dq_strides, at, at.h, row, D.VECTOR)

@@ -11,7 +11,7 @@ import torch
 from flashsci.backends.triton import tilings
 from flashsci.backends.triton.kernels.backward_keys import dkdv_kernel
 from flashsci.backends.triton.kernels.backward_preprocess import delta_kernel
-from flashsci.backends.triton.kernels.backward_queries import COLUMN_SUMS, STORE, dq_kernel
+from flashsci.backends.triton.kernels.backward_queries import COLUMN_SUMS, DISTANCE_SUMS, STORE, dq_kernel
 from flashsci.backends.triton.kernels.backward_small import small_backward_kernel
 from flashsci.backends.triton.kernels.backward_small_shared import small_shared_backward_kernel
 from flashsci.backends.triton.kernels.bias_gradient import bias_gradient_kernel
@@ -523,6 +523,21 @@ def prepared_backward(dout, saved: Saved, need: int) -> BackwardLaunches:
     if need not in p.backwards:
         p.backwards[need] = BackwardLaunches(p, tensors, need)
     return p.backwards[need]
+
+
+def slope_sums(dout, dlse, saved: Saved) -> torch.Tensor:
+    """The gradient of ALiBi slopes as sums over keys, fp32 [*, Hq, Sq]: those of the rows of a head make that of its
+    slope."""
+    tensors, out, lse, _ = saved
+    p = prepared_backward(dout, saved, 0).plan
+    sums = torch.empty_like(lse)
+    if p.empty:
+        return sums.zero_()
+    dout, out = rows_of(dout, out), rows_of(out, out)
+    reference, delta = torch.empty_like(lse), torch.empty_like(lse)
+    p.delta()(dout, out, lse, None if dlse is None else dlse.contiguous(), reference, delta)
+    p.dq(None, DISTANCE_SUMS.value, None)(tuple(tensors), dout, reference, delta, None, sums)
+    return sums
 
 
 def forward(tensors: Tensors, scalars: Scalars):
