@@ -295,17 +295,17 @@ def _weight_gradient(of_pairs: Tensor, key_weight: Tensor, heads_k: int) -> Tens
     return _sum_to(found, key_weight.shape).to(key_weight.dtype)
 
 
-def _pieces(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
+def pieces(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
     """``x`` cut along ``dim`` into the packed sequences, and the rest after the last. It is one split: each slice
     would add a gradient of the size of ``x``."""
     return x.split([*sizes, x.shape[dim] - sum(sizes)], dim)
 
 
-def _pieces_if_any(x: Tensor | None, sizes: list[int], dim: int) -> tuple[Tensor | None, ...]:
-    return (None,) * (len(sizes) + 1) if x is None else _pieces(x, sizes, dim)
+def pieces_if_any(x: Tensor | None, sizes: list[int], dim: int) -> tuple[Tensor | None, ...]:
+    return (None,) * (len(sizes) + 1) if x is None else pieces(x, sizes, dim)
 
 
-class _Packed:
+class Sequences:
     """The sequences of a packed call. Reads the offsets on the host."""
 
     def __init__(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, ragged_bias: bool):
@@ -318,7 +318,7 @@ class _Packed:
 
     def biases(self, bias: Tensor | None) -> list[Tensor | None]:
         """The bias of each sequence, [Hq or 1, Sq or 1, Sk]."""
-        blocks = _pieces_if_any(bias, self.bias_sizes, -1)[: self.count]
+        blocks = pieces_if_any(bias, self.bias_sizes, -1)[: self.count]
         if not self.ragged_bias:
             return list(blocks)
         return [x.unflatten(-1, s) for x, s in zip(blocks, self.shapes, strict=True) if x is not None]
@@ -348,16 +348,16 @@ def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> t
         out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars)
     else:
         assert cu_seqlens_k is not None
-        packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
+        packed = Sequences(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
         if not packed.count:  # all rows belong to no sequence: one call without keys, which has gradients
             bias, key_weight = (None if x is None else x[..., :0] for x in (bias, key_weight))
             bias = bias.unsqueeze(-2) if bias is not None and packed.ragged_bias else bias
             keys = k[..., :0, :], v[..., :0, :]
             return _dense_forward(q, *keys, bias, key_weight, None, seed, None, sink, scalars)
-        qs = _pieces(q, packed.sizes_q, -2)
-        ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
+        qs = pieces(q, packed.sizes_q, -2)
+        ks, vs = (pieces(x, packed.sizes_k, -2) for x in (k, v))
         biases = packed.biases(bias)
-        weights = _pieces_if_any(key_weight, packed.sizes_k, -1)
+        weights = pieces_if_any(key_weight, packed.sizes_k, -1)
         slopes = packed.slopes(alibi)
         results = [
             _dense_forward(
@@ -401,12 +401,12 @@ def backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) 
         )
     else:
         assert cu_seqlens_k is not None
-        packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
-        qs, outs, douts = (_pieces(x, packed.sizes_q, -2) for x in (q, out, dout))
-        lses, dlses = _pieces(lse, packed.sizes_q, -1), _pieces_if_any(dlse, packed.sizes_q, -1)
-        ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
+        packed = Sequences(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
+        qs, outs, douts = (pieces(x, packed.sizes_q, -2) for x in (q, out, dout))
+        lses, dlses = pieces(lse, packed.sizes_q, -1), pieces_if_any(dlse, packed.sizes_q, -1)
+        ks, vs = (pieces(x, packed.sizes_k, -2) for x in (k, v))
         biases, slopes = packed.biases(bias), packed.slopes(alibi)
-        weights = _pieces_if_any(key_weight, packed.sizes_k, -1)
+        weights = pieces_if_any(key_weight, packed.sizes_k, -1)
         found = [
             _dense_backward(
                 douts[n],
