@@ -43,7 +43,8 @@ from flashsci.testing.tolerance import (
     SUM_ROUNDINGS,
 )
 
-TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
+REDUCTIONS = ("entropy", "largest_score", "key_sum")  # of an attention map
+TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER, *REDUCTIONS)
 SUMMED = ("dsink", "gsink")  # summed over packed sequences
 PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
 
