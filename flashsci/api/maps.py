@@ -215,6 +215,8 @@ def _map(
     scalars = options.scalars(tensors.q.shape[-1])
     bias_offsets = None
     if tensors.cu_seqlens_q is None:
+        if tensors.cu_seqlens_k is not None:
+            raise ValueError("cu_seqlens_k of a packed map needs cu_seqlens_q; give both, or none for a dense map")
         _check(tensors, options)
         if wanted.top_k > tensors.k.shape[-2]:
             raise ValueError(f"top_k must be at most the number of keys, {tensors.k.shape[-2]}, got {wanted.top_k}")
@@ -245,6 +247,12 @@ def _by_sequences(
         ValueError: offsets that do not cover the rows.
         BackendError: a CUDA graph is being captured.
     """
+    edges = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+    if not torch.compiler.is_compiling() and any(x is not None and (x.is_meta or type(x) is not Tensor) for x in edges):
+        raise ValueError(
+            "flashsci: the lengths of packed maps are read on the host, and meta or fake tensors hold none; call with real "
+            "tensors, or one dense map for each sequence"
+        )
     parts = packed_maps.sequences(tensors, bias_offsets is not None)
     if wanted.weights or wanted.average_heads:
         return packed_maps.weights(parts, rows, columns, scalars, wanted)

@@ -39,7 +39,9 @@ def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print)
     kinds = Case, Variant, PagedCase, PagedVariant, FP8Case, FP8Variant, ResidualCase, MapCase
     names = {x.__name__: x for x in kinds}
     case = eval(text, names)
-    judge: Any = {PagedCase: judge_paged_case, FP8Case: judge_fp8_case, MapCase: judge_map_case}.get(type(case), judge_case)
+    judge: Any = {PagedCase: judge_paged_case, FP8Case: judge_fp8_case, MapCase: judge_map_case}.get(
+        type(case), judge_case
+    )
     tallies = judge(case, backends, device)
     for name, tally in tallies.items():
         what = [f["problem"] for f in tally.failures] or list(tally.refused) or ["right"]

@@ -162,7 +162,9 @@ def test_every_op_that_multiplies_has_a_formula():
     assert {"triton_forward", "ring_backward", "triangle_forward"} <= known
 
 
-@pytest.mark.parametrize(("asked", "products"), [(("entropy", "largest_score"), 1), (("key_sum",), 1), (("entropy", "key_sum"), 2)])
+@pytest.mark.parametrize(
+    ("asked", "products"), [(("entropy", "largest_score"), 1), (("key_sum",), 1), (("entropy", "key_sum"), 2)]
+)
 def test_reductions_of_a_map(asked, products):
     """A product over the head dim for those of rows, and another for those of keys, inside the window."""
     q, k, lse = torch.randn(2, 4, 20, 16), torch.randn(2, 2, 20, 16), torch.randn(2, 4, 20) + 9

@@ -90,7 +90,9 @@ def test_packed(name, dtype):
     plain = flashsci.attention_statistics(q, k, lse.float(), **asked, **edges, **options)[:3]
     with flashsci.use_backend("triton"):
         found = flashsci.attention_statistics(q, k, lse.float(), **asked, **edges, **options)[:3]
-    every = scores_of(q.transpose(0, 1), k.transpose(0, 1)).abs().amax() + options.get("bias", torch.zeros(1)).abs().amax()
+    every = (
+        scores_of(q.transpose(0, 1), k.transpose(0, 1)).abs().amax() + options.get("bias", torch.zeros(1)).abs().amax()
+    )
     near(found, exact, plain, 1 + every)
     assert not all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))  # others computed them
 

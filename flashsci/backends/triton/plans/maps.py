@@ -21,6 +21,8 @@ def rows_launch(plan: DensePlan) -> Launch:
     if "map rows" not in plan.launches:
         programs, arguments = plan.scheduled("jvp")
         arguments["num_warps"] = max(2, arguments["num_warps"])
+        if plan.bias_mask:  # 64 keys would spill
+            arguments["BLOCK_N"] = min(32, arguments["BLOCK_N"])
         plan.launches["map rows"] = Launch(map_rows_kernel, programs, arguments)
     return plan.launches["map rows"]
 
@@ -43,7 +45,10 @@ def statistics(call: MapCall) -> tuple[torch.Tensor, ...]:
         TypeError, ValueError: tensors that do not fit, as checks.py has it, or a wider head.
     """
     dim, most = call.q.shape[-1], map_ops.MAX_HEAD_DIM
-    need(dim <= most, f"the kernels of maps have head dims up to {most}, got {dim}; use_backend('reference') has no limit")
+    need(
+        dim <= most,
+        f"the kernels of maps have head dims up to {most}, got {dim}; use_backend('reference') has no limit",
+    )
     tensors, scalars = checks.checked(call.tensors, call.scalars, of_lse=(call.lse,)), call.scalars
     _, _, *options, _ = scalars
     plan = plan_of(tensors[:3], tuple(tensors), 0, options)
