@@ -26,9 +26,9 @@ from flashsci.testing import (
     Case,
     FP8Case,
     FP8Variant,
+    MapCase,
     PagedCase,
     PagedVariant,
-    MapCase,
     ResidualCase,
     Variant,
 )

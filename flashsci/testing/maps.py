@@ -23,7 +23,6 @@ from flashsci.testing.blocks import Block, blocks
 from flashsci.testing.bounds import REDUCTIONS, Finding
 from flashsci.testing.cases import MapCase
 from flashsci.testing.formula_scores import Heads, Scores
-from flashsci.testing.inputs import Inputs
 from flashsci.testing.making import make_inputs
 from flashsci.testing.tolerance import FLOOR_ROUNDINGS, ROUNDINGS
 
@@ -65,12 +64,12 @@ class MapInputs:
         x = self.given
         options: dict[str, Any] = {n: value for n, value in x.options.items() if n in _SHAPING}
         names = ("bias", "key_weight", "mask", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
-        options |= {n: getattr(x, n) for n in names}
+        options |= {n: getattr(x, n) for n in names} | dict.fromkeys(REDUCTIONS, True)
         with flashsci.use_backend(backend), torch.no_grad():
             place = x.q.device.type, x.q.device.index
             if backend == "triton" and decide_map(*place, x.q.dtype, x.q.shape[-1]).forward == PARTS:
                 raise BackendError("flashsci: Triton has no kernels for this map; use 'reference'")
-            found = flashsci.attention_statistics(x.q, x.k, self.lse, **dict.fromkeys(REDUCTIONS, True), **options)
+            found = flashsci.attention_statistics(x.q, x.k, self.lse, **options)
         return {n: getattr(found, n) for n in REDUCTIONS}
 
 
