@@ -10,6 +10,7 @@ two-error rule.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -22,6 +23,7 @@ from flashsci.call.fp8_ops import FP8, lacks
 from flashsci.call.ops import Saved, Scalars, Tensors, follow_layout, interleaved
 from flashsci.call.problem import Problem
 from flashsci.call.torch_state import casts_to, holds, rounds_products
+from flashsci.errors import BackendError
 
 FUSED = False
 _ROWS = frozenset(("q", "k", "v"))
@@ -335,6 +337,34 @@ class Sequences:
         return torch.cat([*parts, torch.zeros_like(whole.narrow(dim, 0, left))], dim)
 
 
+def _by_members(tensors: Tensors, scalars: Scalars, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and lse of a dense call, each member of the batch by products of its own.
+
+    The order of the sums of a batched product depends on the batch, and may depend on addresses: members are copied.
+    """
+    lead = tensors.q.shape[:-3]
+
+    def of(x: Tensor | None, trailing: int, n: tuple[int, ...]) -> Tensor | None:
+        if x is None:
+            return None
+        dims = max(x.dim() - trailing, 0)
+        member = x[tuple(0 if x.shape[d] == 1 else n[len(lead) - dims + d] for d in range(dims))]
+        return member.clone(memory_format=torch.contiguous_format)
+
+    results = []
+    for n in itertools.product(*map(range, lead)):
+        q, k, v = (of(x, 3, n) for x in (tensors.q, tensors.k, tensors.v))
+        assert q is not None and k is not None and v is not None
+        bias, mask = of(tensors.bias, 3, n), of(tensors.mask, 3, n)
+        weight, alibi = of(tensors.key_weight, 2, n), of(tensors.alibi_slopes, 1, n)
+        results.append(_dense_forward(q, k, v, bias, weight, mask, None, alibi, sink, scalars))
+    if not results:
+        seed = tensors.dropout_seed
+        return _dense_forward(*tensors[:3], *tensors[3:6], seed, tensors.alibi_slopes, sink, scalars)
+    outs, lses = (torch.stack(x) for x in zip(*results, strict=True))
+    return outs.reshape(*lead, *outs.shape[1:]), lses.reshape(*lead, *lses.shape[1:])
+
+
 def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64).
 
@@ -344,7 +374,9 @@ def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> t
     q, k, v, bias, key_weight = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight
     mask, seed, alibi = tensors.mask, tensors.dropout_seed, tensors.alibi_slopes
     cu_seqlens_q, cu_seqlens_k, bias_offsets = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.bias_offsets
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None and scalars.batch_invariant():
+        out, lse = _by_members(tensors, scalars, sink)
+    elif cu_seqlens_q is None:
         out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars)
     else:
         assert cu_seqlens_k is not None
@@ -356,6 +388,8 @@ def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> t
             return _dense_forward(q, *keys, bias, key_weight, None, seed, None, sink, scalars)
         qs = pieces(q, packed.sizes_q, -2)
         ks, vs = (pieces(x, packed.sizes_k, -2) for x in (k, v))
+        if scalars.batch_invariant():  # sums of products may depend on addresses
+            qs, ks, vs = (tuple(x.clone() for x in of) for of in (qs, ks, vs))
         biases = packed.biases(bias)
         weights = pieces_if_any(key_weight, packed.sizes_k, -1)
         slopes = packed.slopes(alibi)
@@ -396,6 +430,11 @@ def backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) 
     out, lse, scalars = saved.out, saved.lse, saved.scalars
     dout = torch.zeros_like(out) if dout is None else dout
     if cu_seqlens_q is None:
+        if scalars.batch_invariant() and q.dim() > 3:
+            raise BackendError(
+                "flashsci: attention_backward of the reference backend sums in batched products, whose order depends on the "
+                "batch; call it once for each member, use backend='triton', or differentiate flashsci.attention"
+            )
         dq, dk, dv, dbias, dweight = _dense_backward(
             dout, dlse, q, k, v, bias, key_weight, mask, seed, alibi, out, lse, scalars
         )

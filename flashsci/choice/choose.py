@@ -70,7 +70,7 @@ def choose(problem: Problem, name: str, strict: bool = False) -> Choice:
         _choices.clear()
     found = named(chosen)
     if name == "auto":
-        served = by_rules(chosen) if problem.requires_grad else found
+        served = by_rules(chosen) if problem.requires_grad and not problem.batch_invariant else found
         found = served._replace(reason=rule_of(problem).cited())
     _choices[key] = found
     return found
