@@ -116,7 +116,7 @@ def attention(
             ``torch.use_deterministic_algorithms``. (Without it some CUDA backwards sum dq in any order, and those on
             Hopper the gradient of a shared float32 bias. With it SDPA's backward on CUDA is left out, because it has
             no fixed order.) "batch" demands, too, that the bits of a sequence do not depend on the others of the call:
-            see docs/reference/batch_invariance.md.
+            see docs/reference/numerics.md.
         precision: for float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of halves on tensor
             cores; None picks the faster), or "tf32" (one product: 11 significant bits). Other dtypes ignore it.
         q_scale, k_scale, v_scale: for float8_e4m3fn tensors only. The stored values times their scale are q, k and v.

@@ -46,6 +46,8 @@ def unavailable() -> str | None:
 
 
 def rejects(problem: Problem) -> str | None:
+    if problem.batch_invariant and problem.dtype == FP8:
+        return "its batched products of 8-bit floats depend on the batch; give q, k and v in 16 bits"
     return lacks(problem) if problem.dtype == FP8 else None
 
 
