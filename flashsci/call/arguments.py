@@ -350,6 +350,18 @@ class Options(NamedTuple):
         left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
         return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision)
 
+    def of_ranks(self) -> bool:
+        """Whether a call of several ranks is deterministic.
+
+        Raises:
+            ValueError: it is to be independent of its batch, too.
+        """
+        if self.deterministic == BATCH:
+            raise ValueError(
+                f"deterministic={BATCH!r} is for calls of one device: the parts of ranks follow from the whole call; give True"
+            )
+        return bool(self.deterministic)
+
     def keywords(self) -> dict[str, Any]:
         """The arguments of an entry point that give these options."""
         left, right = (None if n < 0 else n for n in self[:2])

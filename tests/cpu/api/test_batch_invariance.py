@@ -59,12 +59,12 @@ def test_a_member_of_a_batch_alone(backend, name, dtype):
             assert torch.equal(x[n : n + 1], y)
 
 
-@pytest.mark.parametrize("beside", [(3,), (50, 0, 5)], ids=str)
 PACKED = ("none", "causal", "window", "softcap", "bias", "slopes", "sink")
 # A sink is torch's functions after the kernels, which a CPU rounds by the place of a number in its vectors: on a GPU alone.
 CALLS = [(b, n) for b in BACKENDS for n in PACKED if (b, n) != ("triton", "sink")]
 
 
+@pytest.mark.parametrize("beside", [(3,), (50, 0, 5)], ids=str)
 @pytest.mark.parametrize(("backend", "name"), CALLS)
 def test_a_packed_sequence_with_other_neighbours(backend, name, beside):
     own = 40
