@@ -265,8 +265,9 @@ def _packed(tensors: MapTensors, options: arguments.Options) -> tuple[MapTensors
     Raises:
         TypeError, ValueError: as :func:`flashsci.varlen_attention` documents; a mask; an lse of another shape.
     """
-    q, k, lse, bias, key_weight, mask, alibi_slopes, first, second = tensors
-    if mask is not None:
+    q, k, lse, bias, key_weight = tensors.q, tensors.k, tensors.lse, tensors.bias, tensors.key_weight
+    first, second, alibi_slopes = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes
+    if tensors.mask is not None:
         raise ValueError("packed maps take no mask; write it as a bias of pairs, -inf where it hides")
     given = Packed(q, k, k, first, second, bias, key_weight, alibi_slopes)  # type: ignore[arg-type]
     varlen.describe(given, options, needs_grad=False)
