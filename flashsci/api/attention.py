@@ -61,7 +61,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool | None = None,
+    deterministic: bool | str | None = None,
     precision: str | None = None,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
@@ -116,7 +116,8 @@ def attention(
         deterministic: True demands results that are bitwise equal run to run; None follows
             ``torch.use_deterministic_algorithms``. (Without it some CUDA backwards sum dq in any order, and those on
             Hopper the gradient of a shared float32 bias. With it SDPA's backward on CUDA is left out, because it has
-            no fixed order.)
+            no fixed order.) "batch" demands, too, that the bits of a sequence do not depend on the others of the call:
+            see docs/reference/numerics.md.
         precision: for float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of halves on tensor
             cores; None picks the faster), or "tf32" (one product: 11 significant bits). Other dtypes ignore it.
         q_scale, k_scale, v_scale: for float8_e4m3fn tensors only. The stored values times their scale are q, k and v.

@@ -68,7 +68,7 @@ def attention_backward(
     softcap: float | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: bool | str | None = None,
     precision: str | None = None,
     backend: str = "auto",
 ) -> Gradients:

@@ -64,7 +64,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool | None = None,
+    deterministic: bool | str | None = None,
     precision: str | None = None,
     validate: bool = False,
     q_scale: Tensor | None = None,

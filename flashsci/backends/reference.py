@@ -10,6 +10,7 @@ two-error rule.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -22,6 +23,7 @@ from flashsci.call.fp8_ops import FP8, lacks
 from flashsci.call.ops import Saved, Scalars, Tensors, follow_layout, interleaved
 from flashsci.call.problem import Problem
 from flashsci.call.torch_state import casts_to, holds, rounds_products
+from flashsci.errors import BackendError
 
 FUSED = False
 _ROWS = frozenset(("q", "k", "v"))
@@ -44,6 +46,8 @@ def unavailable() -> str | None:
 
 
 def rejects(problem: Problem) -> str | None:
+    if problem.batch_invariant and problem.dtype == FP8:
+        return "its batched products of 8-bit floats depend on the batch; give q, k and v in 16 bits"
     return lacks(problem) if problem.dtype == FP8 else None
 
 
@@ -295,17 +299,17 @@ def _weight_gradient(of_pairs: Tensor, key_weight: Tensor, heads_k: int) -> Tens
     return _sum_to(found, key_weight.shape).to(key_weight.dtype)
 
 
-def _pieces(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
+def pieces(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
     """``x`` cut along ``dim`` into the packed sequences, and the rest after the last. It is one split: each slice
     would add a gradient of the size of ``x``."""
     return x.split([*sizes, x.shape[dim] - sum(sizes)], dim)
 
 
-def _pieces_if_any(x: Tensor | None, sizes: list[int], dim: int) -> tuple[Tensor | None, ...]:
-    return (None,) * (len(sizes) + 1) if x is None else _pieces(x, sizes, dim)
+def pieces_if_any(x: Tensor | None, sizes: list[int], dim: int) -> tuple[Tensor | None, ...]:
+    return (None,) * (len(sizes) + 1) if x is None else pieces(x, sizes, dim)
 
 
-class _Packed:
+class Sequences:
     """The sequences of a packed call. Reads the offsets on the host."""
 
     def __init__(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, ragged_bias: bool):
@@ -318,7 +322,7 @@ class _Packed:
 
     def biases(self, bias: Tensor | None) -> list[Tensor | None]:
         """The bias of each sequence, [Hq or 1, Sq or 1, Sk]."""
-        blocks = _pieces_if_any(bias, self.bias_sizes, -1)[: self.count]
+        blocks = pieces_if_any(bias, self.bias_sizes, -1)[: self.count]
         if not self.ragged_bias:
             return list(blocks)
         return [x.unflatten(-1, s) for x, s in zip(blocks, self.shapes, strict=True) if x is not None]
@@ -335,6 +339,34 @@ class _Packed:
         return torch.cat([*parts, torch.zeros_like(whole.narrow(dim, 0, left))], dim)
 
 
+def _by_members(tensors: Tensors, scalars: Scalars, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and lse of a dense call, each member of the batch by products of its own.
+
+    The order of the sums of a batched product depends on the batch, and may depend on addresses: members are copied.
+    """
+    lead = tensors.q.shape[:-3]
+
+    def of(x: Tensor | None, trailing: int, n: tuple[int, ...]) -> Tensor | None:
+        if x is None:
+            return None
+        dims = max(x.dim() - trailing, 0)
+        member = x[tuple(0 if x.shape[d] == 1 else n[len(lead) - dims + d] for d in range(dims))]
+        return member.clone(memory_format=torch.contiguous_format)
+
+    results = []
+    for n in itertools.product(*map(range, lead)):
+        q, k, v = (of(x, 3, n) for x in (tensors.q, tensors.k, tensors.v))
+        assert q is not None and k is not None and v is not None
+        bias, mask = of(tensors.bias, 3, n), of(tensors.mask, 3, n)
+        weight, alibi = of(tensors.key_weight, 2, n), of(tensors.alibi_slopes, 1, n)
+        results.append(_dense_forward(q, k, v, bias, weight, mask, None, alibi, sink, scalars))
+    if not results:
+        seed = tensors.dropout_seed
+        return _dense_forward(*tensors[:3], *tensors[3:6], seed, tensors.alibi_slopes, sink, scalars)
+    outs, lses = (torch.stack(x) for x in zip(*results, strict=True))
+    return outs.reshape(*lead, *outs.shape[1:]), lses.reshape(*lead, *lses.shape[1:])
+
+
 def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64).
 
@@ -344,20 +376,24 @@ def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> t
     q, k, v, bias, key_weight = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight
     mask, seed, alibi = tensors.mask, tensors.dropout_seed, tensors.alibi_slopes
     cu_seqlens_q, cu_seqlens_k, bias_offsets = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.bias_offsets
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None and scalars.batch_invariant():
+        out, lse = _by_members(tensors, scalars, sink)
+    elif cu_seqlens_q is None:
         out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars)
     else:
         assert cu_seqlens_k is not None
-        packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
+        packed = Sequences(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
         if not packed.count:  # all rows belong to no sequence: one call without keys, which has gradients
             bias, key_weight = (None if x is None else x[..., :0] for x in (bias, key_weight))
             bias = bias.unsqueeze(-2) if bias is not None and packed.ragged_bias else bias
             keys = k[..., :0, :], v[..., :0, :]
             return _dense_forward(q, *keys, bias, key_weight, None, seed, None, sink, scalars)
-        qs = _pieces(q, packed.sizes_q, -2)
-        ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
+        qs = pieces(q, packed.sizes_q, -2)
+        ks, vs = (pieces(x, packed.sizes_k, -2) for x in (k, v))
+        if scalars.batch_invariant():  # sums of products may depend on addresses
+            qs, ks, vs = (tuple(x.clone() for x in of) for of in (qs, ks, vs))
         biases = packed.biases(bias)
-        weights = _pieces_if_any(key_weight, packed.sizes_k, -1)
+        weights = pieces_if_any(key_weight, packed.sizes_k, -1)
         slopes = packed.slopes(alibi)
         results = [
             _dense_forward(
@@ -396,17 +432,22 @@ def backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) 
     out, lse, scalars = saved.out, saved.lse, saved.scalars
     dout = torch.zeros_like(out) if dout is None else dout
     if cu_seqlens_q is None:
+        if scalars.batch_invariant() and q.dim() > 3:
+            raise BackendError(
+                "flashsci: attention_backward of the reference backend sums in batched products, whose order depends on the "
+                "batch; call it once for each member, use backend='triton', or differentiate flashsci.attention"
+            )
         dq, dk, dv, dbias, dweight = _dense_backward(
             dout, dlse, q, k, v, bias, key_weight, mask, seed, alibi, out, lse, scalars
         )
     else:
         assert cu_seqlens_k is not None
-        packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
-        qs, outs, douts = (_pieces(x, packed.sizes_q, -2) for x in (q, out, dout))
-        lses, dlses = _pieces(lse, packed.sizes_q, -1), _pieces_if_any(dlse, packed.sizes_q, -1)
-        ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
+        packed = Sequences(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
+        qs, outs, douts = (pieces(x, packed.sizes_q, -2) for x in (q, out, dout))
+        lses, dlses = pieces(lse, packed.sizes_q, -1), pieces_if_any(dlse, packed.sizes_q, -1)
+        ks, vs = (pieces(x, packed.sizes_k, -2) for x in (k, v))
         biases, slopes = packed.biases(bias), packed.slopes(alibi)
-        weights = _pieces_if_any(key_weight, packed.sizes_k, -1)
+        weights = pieces_if_any(key_weight, packed.sizes_k, -1)
         found = [
             _dense_backward(
                 douts[n],

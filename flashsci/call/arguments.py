@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call.kinds import OFFSETS, Argument, Field, Role
-from flashsci.call.ops import Scalars
+from flashsci.call.ops import BATCH_INVARIANT, Scalars
 from flashsci.call.torch_state import is_captured, is_readable, transforming
 from flashsci.call.transforms import is_mapped, wanted
 
@@ -30,6 +30,7 @@ SHARED = (
     "deterministic",
     "precision",
 )
+BATCH = "batch"  # deterministic, and whatever else is in the batch
 ALIGNMENTS = ("upper_left", "lower_right")
 # A softcap this many times the scale bounds nothing: products q k^T up to 2^87 do not change, to fp32 rounding.
 # Nearer to the end of fp32 the quotient of scale and softcap, or of a score and its cap, would vanish.
@@ -87,6 +88,19 @@ def flag(name: str, x: Any, advice: str = "") -> bool:
     if isinstance(x, Tensor):
         advice = f"; bool({name}) reads it on the host"
     raise TypeError(f"{name} must be True or False, got {_described(x)}{advice}")
+
+
+def _determinism(x: Any) -> bool | str:
+    """The option ``deterministic`` if it is not a bool.
+
+    Raises:
+        TypeError, ValueError: it is not "batch".
+    """
+    if type(x) is not str:
+        return flag("deterministic", x, f"; {BATCH!r} excludes the influence of the batch, too")
+    if x != BATCH:
+        raise ValueError(f"deterministic must be True, False, None or {BATCH!r}, got {x!r}")
+    return x
 
 
 def length(name: str, x: Any) -> int | None:
@@ -297,7 +311,7 @@ class Options(NamedTuple):
     softcap: float | None
     dropout_p: float
     return_lse: bool
-    deterministic: bool
+    deterministic: bool | str  # or BATCH
     precision: str | None
 
     @classmethod
@@ -310,7 +324,7 @@ class Options(NamedTuple):
         softcap: float | None,
         dropout_p: float,
         return_lse: bool,
-        deterministic: bool | None,
+        deterministic: bool | str | None,
         precision: str | None,
     ) -> Options:
         # Chains of identities keep usual calls cheap. Types with equal hashes (1, 1.0 and True) are told apart here,
@@ -322,7 +336,7 @@ class Options(NamedTuple):
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         elif type(deterministic) is not bool:
-            deterministic = flag("deterministic", deterministic)
+            deterministic = _determinism(deterministic)
         if scale is not None and type(scale) is not float:
             scale = number("scale", scale, True)
         if softcap is not None and type(softcap) is not float:
@@ -335,6 +349,18 @@ class Options(NamedTuple):
             raise ValueError(f"precision must be None or one of {PRECISIONS}, got {_described(precision)}")
         left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
         return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision)
+
+    def of_ranks(self) -> bool:
+        """Whether a call of several ranks is deterministic.
+
+        Raises:
+            ValueError: it is to be independent of its batch, too.
+        """
+        if self.deterministic == BATCH:
+            raise ValueError(
+                f"deterministic={BATCH!r} is for calls of one device: the parts of ranks follow from the whole call; give True"
+            )
+        return bool(self.deterministic)
 
     def keywords(self) -> dict[str, Any]:
         """The arguments of an entry point that give these options."""
@@ -352,6 +378,11 @@ class Options(NamedTuple):
             raise ValueError(f"softcap must be positive (None or 0 for none), got {self.softcap}")
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p must be in [0, 1), got {self.dropout_p}")
+        if self.deterministic == BATCH and self.dropout_p:
+            raise ValueError(
+                f"deterministic={BATCH!r} excludes dropout, whose entries depend on the place of a sequence in the batch; leave "
+                "dropout_p=0.0, or give deterministic=True"
+            )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(f"precision must be None or one of {PRECISIONS}, got {self.precision!r}")
 
@@ -361,6 +392,8 @@ class Options(NamedTuple):
         softcap = float(self.softcap) if self.softcap else 0.0
         if softcap and softcap >= BOUNDLESS * abs(scale):
             softcap = 0.0
+        if self.deterministic == BATCH:
+            max_seqlen_q = max_seqlen_k = BATCH_INVARIANT
         return Scalars(
             -1 if max_seqlen_q is None else max_seqlen_q,
             -1 if max_seqlen_k is None else max_seqlen_k,
@@ -371,7 +404,7 @@ class Options(NamedTuple):
             self.align == "lower_right",
             float(self.dropout_p) if self.dropout_p else 0.0,
             self.precision or "default",
-            self.deterministic,
+            bool(self.deterministic),
         )
 
     def features(self, tensors: Mapping[str, Tensor | None], needs_grad: bool) -> dict[str, Any]:
@@ -392,7 +425,8 @@ class Options(NamedTuple):
             softcap=_static_sign(self.softcap) if static else float(self.softcap or 0.0),
             dropout_p=_static_sign(self.dropout_p) if static else float(self.dropout_p),
             return_lse=self.return_lse,
-            deterministic=self.deterministic,
+            deterministic=bool(self.deterministic),
+            batch_invariant=self.deterministic == BATCH,
             precision=self.precision or "default",
             requires_grad=needs_grad,
             bias_dtype=None if bias is None else bias.dtype,

@@ -17,3 +17,5 @@ class MapTensors(NamedTuple):
     key_weight: kinds.KeyWeight = None
     mask: kinds.Mask = None
     alibi_slopes: kinds.Slopes = None
+    cu_seqlens_q: kinds.OptionalOffsets = None
+    cu_seqlens_k: kinds.OptionalOffsets = None

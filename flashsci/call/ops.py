@@ -150,9 +150,13 @@ def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_s
     return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes, None
 
 
+#: In the place of the longest queries: unknown, and no bit of a sequence's results may depend on the others of the call.
+BATCH_INVARIANT = -2
+
+
 class Scalars(NamedTuple):
     """The options of one call, as kernels take them: 0 is off (softcap, dropout), -1 is none (windows) or unknown
-    (longest lengths)."""
+    (longest lengths; :data:`BATCH_INVARIANT` is another unknown)."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -164,6 +168,10 @@ class Scalars(NamedTuple):
     dropout_p: float
     precision: str
     deterministic: bool
+
+    def batch_invariant(self) -> bool:
+        """Whether no bit of a sequence's results may depend on the others of the call."""
+        return self.max_seqlen_q == BATCH_INVARIANT
 
     def windowed(self) -> bool:
         """Whether a window hides scores."""

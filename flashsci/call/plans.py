@@ -135,6 +135,8 @@ class Plan:
 
     def makes_table(self, tensors: Tensors) -> bool:
         """Whether a table of the mask's tiles is made for a call that has none."""
+        if self.scalars.batch_invariant():  # whether a table pays depends on the batch
+            return False
         return self.reads_tables and tensors.mask_tiles is None and mask_tiles.pays(tensors)
 
     def tabled(self, tensors: Tensors) -> Tensors:

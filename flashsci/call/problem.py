@@ -101,6 +101,7 @@ class Problem:
     deterministic: bool = False
     paged: bool = False  # keys and values are in a paged cache; no gradients
     cache_dtype: torch.dtype | None = None  # of that cache
+    batch_invariant: bool = False  # no bit of a sequence's results may depend on the others of the call
     given: tuple[str, ...] = ()  # the names of the call's tensors; none where only sizes are described
 
     @property

@@ -12,13 +12,16 @@ from flashsci.check import units
 from flashsci.testing import (
     Case,
     FP8Case,
+    MapCase,
     PagedCase,
     ResidualCase,
     Variant,
     generate,
     generate_fp8,
+    generate_maps,
     generate_paged,
     generate_residual,
+    map_variants,
     residual_variants,
     second_order_variants,
     variants,
@@ -33,12 +36,12 @@ from flashsci.testing.cases import (
 )
 from flashsci.testing.choices import SeededChoices
 from flashsci.testing.coverage import VIEWS
-from flashsci.testing.drawing import draw_case, draw_residual
+from flashsci.testing.drawing import draw_case, draw_map, draw_residual
 from flashsci.testing.drawing_values import layouts_of
 from flashsci.testing.reshaping import resized, with_inner_heads, with_members, with_neighbours
 
 PlannedCases = tuple[
-    list[Case] | list[PagedCase] | list[FP8Case] | list[ResidualCase], tuple[str, ...]
+    list[Case] | list[PagedCase] | list[FP8Case] | list[ResidualCase] | list[MapCase], tuple[str, ...]
 ]  # cases, and the backends that are judged by them
 # Head dims whose rows are 32, 64 and 128 bytes.
 WHOLE = {"float16": (16, 32, 64), "bfloat16": (16, 32, 64), "float32": (16, 32)}
@@ -265,11 +268,25 @@ def residual_plan(count: int, seed: int, device: str, backends: Sequence[str]) -
     return [resized(choices, families[i % len(families)], 1 << 19) for i in range(count)], names
 
 
+def maps_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> PlannedCases:
+    """Cases of the reductions of attention maps, in the same way."""
+    names = tuple(b for b in backends if b == "triton")
+    if device != "cuda":
+        pool = map_variants(max_dim=32)
+        return list(generate_maps(seed, count, pool=pool, lengths=SMALL_LENGTHS, score_limit=1 << 9)), names
+    choices = SeededChoices(seed)
+    pool = map_variants()
+    chosen = [pool[i % len(pool)] for i in range(max(1, min(len(pool), count // 3)))]
+    families = [draw_map(choices, [v], BULK_LENGTHS) for v in chosen]
+    return [resized(choices, families[i % len(families)], 1 << 19) for i in range(count)], names
+
+
 # Calls with cases of their own, by the group of their units: (class, plan).
 APART = {
     "paged": (PagedCase, paged_plan),
     "fp8": (FP8Case, fp8_plan),
     "residual": (ResidualCase, residual_plan),
+    "maps": (MapCase, maps_plan),
 }
 
 

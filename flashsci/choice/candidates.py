@@ -19,10 +19,17 @@ TILED = preferences.Rule(
     "candidates",
 )
 
+#: The rule of calls whose results may not depend on the batch: nor may their backend.
+INVARIANT = preferences.Rule(
+    {"batch_invariant": True}, ("triton", "reference"), "no other backend promises it", "candidates"
+)
+
 
 def rule_of(problem: Problem) -> preferences.Rule:
     """The rule by which ``auto`` orders the backends."""
     on_tensor_cores = problem.capability is not None and problem.capability >= (8, 0)
+    if problem.batch_invariant:
+        return INVARIANT
     if problem.mask_tiles and on_tensor_cores:
         return TILED
     rule = preferences.find("calls", problem)

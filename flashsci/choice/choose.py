@@ -12,6 +12,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from flashsci.call import map_ops
 from flashsci.call.problem import Problem, problem_of
 from flashsci.call.residual_ops import MAX_HEAD_DIM
 from flashsci.choice import backends
@@ -67,7 +70,7 @@ def choose(problem: Problem, name: str, strict: bool = False) -> Choice:
         _choices.clear()
     found = named(chosen)
     if name == "auto":
-        served = by_rules(chosen) if problem.requires_grad else found
+        served = by_rules(chosen) if problem.requires_grad and not problem.batch_invariant else found
         found = served._replace(reason=rule_of(problem).cited())
     _choices[key] = found
     return found
@@ -174,6 +177,23 @@ def decide_write(call: tuple[Any, ...], backend: str) -> Choice:
     return (
         choice if backends.kernels(choice.forward, PAGED).write_kv_cache is not None else decide(PAGED, call, "triton")
     )
+
+
+@constant
+def decide_map(device_type: str, device_index: int | None, dtype: torch.dtype, head_dim: int) -> Choice:
+    """The choice for the reductions of an attention map: Triton's kernels, which are then loaded, or PARTS."""
+    asked = requested("auto")[0]
+    parts = Choice(PARTS, PARTS)
+    if asked not in ("auto", "triton") or dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return parts
+    if device_type != "cuda" and not (device_type == "cpu" and asked == "triton"):
+        return parts
+    if device_type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device_index) < (8, 0):
+        return parts
+    triton = find("triton")
+    if triton.unavailable() is not None or not (device_type == "cuda" or triton.load().INTERPRETED):
+        return parts
+    return named("triton") if head_dim <= map_ops.MAX_HEAD_DIM else parts
 
 
 @constant

@@ -145,6 +145,7 @@ def _decided(choice: Choice, module: Any, saved: Saved, need: int) -> str:
         dropout_p=0.5 if scalars.dropout_p else 0.0,
         precision=scalars.precision,
         deterministic=scalars.deterministic,
+        batch_invariant=scalars.batch_invariant(),
         requires_grad=True,
         **features,
     )

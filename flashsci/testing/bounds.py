@@ -43,7 +43,9 @@ from flashsci.testing.tolerance import (
     SUM_ROUNDINGS,
 )
 
-TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", "dalibi_slopes", *SECOND_ORDER)
+REDUCTIONS = ("entropy", "largest_score", "key_sum")  # of an attention map
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dkey_weight", "dsink", "dalibi_slopes")
+TENSORS = ("out", "lse", "scores", *GRADIENTS, *SECOND_ORDER, *REDUCTIONS)
 SUMMED = ("dsink", "gsink", "dalibi_slopes")  # summed over packed sequences
 PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
 

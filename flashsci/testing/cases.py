@@ -144,6 +144,11 @@ class ResidualCase(Case):
     scores_view: str = "contiguous"  # of the scores' gradient, as bias_view
 
 
+@dataclass(frozen=True)
+class MapCase(Case):
+    """One problem of :func:`flashsci.attention_statistics`: a call without dropout and gradients."""
+
+
 # Sizes around the tiles of every kernel, and small ones: most bugs live at edges.
 EDGE_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 61, 63, 64, 65, 97, 127, 128, 129)
 BULK_LENGTHS = (*EDGE_LENGTHS, 0, 191, 192, 193, 255, 256, 257, 300)

@@ -84,6 +84,16 @@ def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
     return list(found)
 
 
+def map_variants(count: int = 96, **limits: Any) -> list[Variant]:
+    """The variants of :func:`variants` without dropout and gradients, whose maps have kernels: of 16 and 32 bits, with
+    head dims up to 256."""
+    found: dict[Variant, None] = {}
+    for v in variants(count, **limits):
+        if v.head_dim <= 256 and v.dtype != "float64":
+            found[replace(v, dropout=False, bias_grad=False, key_weight_grad=False, lse_grad=False)] = None
+    return list(found)
+
+
 def residual_variants(count: int = 96, **limits: Any) -> list[Variant]:
     """The variants of :func:`variants` with head dims up to 128, with only their bias and dropout."""
     found: dict[Variant, None] = {}

@@ -11,7 +11,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import flashsci
-from flashsci.testing import Judge, cases, evaluate, make_inputs, poisoned_memory, variants
+from flashsci.testing import (
+    Judge,
+    MapInputs,
+    MapJudge,
+    cases,
+    evaluate,
+    make_inputs,
+    map_cases,
+    map_variants,
+    poisoned_memory,
+    variants,
+)
 from flashsci.testing.cases import BULK_LENGTHS, SMALL_LENGTHS
 
 GPU = torch.cuda.is_available()
@@ -319,3 +330,17 @@ def test_backends_agree_with_each_other(a, b):
             assert found.problem is None, found.problem
 
     check(b, cases(pool, **LIMITS["triton"]), body)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@settings(max_examples=40)
+@given(
+    case=map_cases(pool=map_variants(max_dim=32), lengths=BULK_LENGTHS if GPU else SMALL_LENGTHS, score_limit=1 << 9)
+)
+def test_reductions_of_a_map_agree_with_the_oracle(backend, case):
+    inputs = MapInputs(case, "cuda" if torch.cuda.is_available() else "cpu")
+    judge = MapJudge(inputs)
+    results = inputs.evaluate(backend)
+    judge.require(results)
+    for name, x in results.items():
+        assert not x.numel() or judge.catches(name, x.nan_to_num() * torch.nan, 1.0)

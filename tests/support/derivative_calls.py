@@ -102,12 +102,11 @@ CALLS = {
         lambda backend, dropout_seed: flashsci.dropout_mask(dropout_seed, 0.5, (2, 3)).int(),
     ),
 }
+DENSE_ALONE = ("attention_backward", "attention_weights", "attention_statistics")  # the calls here
 HAVE = [
     (e, n)
     for e, n in ARGUMENTS
-    if e in CALLS
-    and ENTRIES[e].rules[n] != derivatives.FIXED
-    and not (e == "attention_backward" and n.startswith("cu_seqlens"))  # the calls here are dense
+    if e in CALLS and ENTRIES[e].rules[n] != derivatives.FIXED and not (e in DENSE_ALONE and n.startswith("cu_seqlens"))
 ]
 
 

@@ -6,6 +6,7 @@ import torch
 
 import flashsci
 from flashsci.call import maps
+from flashsci.testing.tolerance import BASELINE_FACTOR, FLOOR_ROUNDINGS
 
 
 def drawn(dtype=torch.float64, heads_k=2, rows=9, keys=11):
@@ -42,6 +43,34 @@ def written(q, k, *, sink=None, bias=None, key_weight=None, mask=None, hidden=No
 def band(rows, keys, left, right, shift):
     away = torch.arange(keys) - torch.arange(rows)[:, None] - shift
     return (away >= -left) & (away <= right)
+
+
+def reduced(p, s):
+    """Entropy, largest score, sum over queries and the three largest of P."""
+    logarithm = torch.where(p == 0, 1.0, p).log()
+    return -(p * logarithm).sum(-1), s.amax(-1), p.sum(-2), p.topk(min(3, p.shape[-1]), -1).values
+
+
+def size_of(s):
+    """The largest exponent of P, which it has as relative error in roundings."""
+    return 1 + s[s.isfinite()].abs().amax()
+
+
+def scores_of(q, k, bias=None):
+    """The scores of dense tensors in float64, without a pattern."""
+    k = k.double().repeat_interleave(q.shape[-3] // k.shape[-3], -3) if q.dim() > 2 else k.double()
+    s = q.double() @ k.mT * q.shape[-1] ** -0.5
+    return s if bias is None else s + bias.double()
+
+
+def near(found, exact, plain, size):
+    """Require the two-error rule: as near to float64 as the formula in the dtype of the inputs, or as its roundings."""
+    for x, truth, other in zip(found, exact, plain, strict=True):
+        seen = truth.isfinite()
+        assert x.shape == truth.shape and torch.equal(x.isfinite(), seen)
+        error, baseline = ((y.double() - truth)[seen].norm() for y in (x, other))
+        least = FLOOR_ROUNDINGS * size * torch.finfo(torch.float32).eps / 2 * truth[seen].norm()
+        assert error <= torch.maximum(BASELINE_FACTOR * baseline, least)
 
 
 OPTIONS = {
@@ -89,3 +118,11 @@ def rounded(name, dtype, device="cpu"):
     ours.pop("sink", None)
     ours = {n: x.to(dtype) if n in ("bias", "key_weight") else x for n, x in ours.items()}
     return q, k, lse.float(), ours, theirs
+
+
+def packed(rows, keys, dim, dtype=torch.float64, device="cpu"):
+    """q [Tq, 4, dim], k [Tk, 2, dim] of sequences with these lengths, and their offsets."""
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(sum(n), h, dim, generator=generator).to(device, dtype) for n, h in ((rows, 4), (keys, 2)))
+    edges = (torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in (rows, keys))
+    return q, k, *edges

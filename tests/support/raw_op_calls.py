@@ -260,6 +260,76 @@ def in_order(op: str, given: Arguments) -> Arguments:
     return {a.name: given[a.name] for a in schema_of(op).arguments}
 
 
+# --- attention maps -------------------------------------------------------------------------------
+
+
+def map_of(base: Callable[[str], Arguments], label: str, device: str) -> Arguments:
+    """The reductions of a map: all three, or the sum over queries alone."""
+    given = base(device)
+    with_results(given)
+    rows = label != "sums"
+    given |= {"entropy": rows, "largest_score": rows, "key_sum": True}
+    return in_order("triton_map_statistics", given)
+
+
+def map_results(given: Arguments) -> None:
+    """The lse as the forward leaves it."""
+    whole = dict.fromkeys(RAW) | OPTIONS | given | {"v": given["k"]}
+    with_results(whole)
+    given["lse"] = whole["lse"]
+
+
+def reductions_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """Entropy, largest score and sum over queries by the formula, each sequence of a packed call by itself."""
+    if given["cu_seqlens_q"] is None:
+        found = _reductions(given, dtype)
+    else:
+        edges, others = given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()
+        parts = []
+        for n in range(len(edges) - 1):
+            rows, keys = slice(edges[n], edges[n + 1]), slice(others[n], others[n + 1])
+            lengths = rows.stop - rows.start, keys.stop - keys.start
+            start = int(given["bias_offsets"][n])
+            bias = given["bias"][:, start : start + lengths[0] * lengths[1]].unflatten(-1, lengths)
+            part = {"q": given["q"][:, rows], "k": given["k"][:, keys], "lse": given["lse"][:, rows], "bias": bias}
+            parts.append(_reductions(given | part, dtype))
+        found = tuple(torch.cat(x, -1) for x in zip(*parts, strict=True))
+    asked = given["entropy"], given["largest_score"], given["key_sum"]
+    return tuple(x if need else None for x, need in zip(found, asked, strict=True))
+
+
+def _reductions(given: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, lse = (given[n].to(dtype) for n in ("q", "k", "lse"))
+    group = q.shape[-3] // k.shape[-3]
+    s = q @ k.repeat_interleave(group, -3).mT * given["scale"]
+    if given["softcap"]:
+        s = given["softcap"] * torch.tanh(s / given["softcap"])
+    if given["bias"] is not None:
+        s = s + given["bias"].to(dtype)
+    rows, keys = s.shape[-2:]
+    shift = keys - rows if given["lower_right"] else 0
+    away = torch.arange(keys, device=s.device) - torch.arange(rows, device=s.device)[:, None] - shift
+    if given["alibi_slopes"] is not None:
+        s = s - given["alibi_slopes"].to(dtype)[..., None, None] * away.abs()
+    hidden = [] if given["mask"] is None else [~given["mask"]]
+    for side, far in ((given["window_left"], -away), (given["window_right"], away)):
+        if side >= 0:
+            hidden.append(far > side)
+    for where in hidden:
+        s = s.masked_fill(where, -torch.inf)
+    p = _exp(s, lse)
+    if given["key_weight"] is not None:
+        weights = given["key_weight"].to(dtype).expand(*k.shape[:-1])
+        p = p * weights.repeat_interleave(group, -2).unsqueeze(-2)
+    return torch.special.entr(p).sum(-1), s.amax(-1), p.sum(-2)
+
+
+def _exp(s: Tensor, lse: Tensor) -> Tensor:
+    """exp(s - lse), zero in rows without keys."""
+    empty = (lse == -torch.inf).unsqueeze(-1)
+    return (s - lse.unsqueeze(-1).masked_fill(empty, 0)).exp().masked_fill(empty, 0)
+
+
 # --- paged --------------------------------------------------------------------------------------
 
 
@@ -480,6 +550,10 @@ def _saved(base: Callable[[str], Arguments], op: str) -> Callable[[str], Argumen
     return lambda device: saved(base, op, device)
 
 
+def _mapped(base: Callable[[str], Arguments], label: str) -> Callable[[str], Arguments]:
+    return lambda device: map_of(base, label, device)
+
+
 def _triton() -> Iterator[Right]:
     bases = {"dense": dense, "tiles": tiled, "dropout": _of(dense, True), "packed": packed}
     yield Right("triton_mask_tiles", "mask", mask_alone, table_of)
@@ -491,6 +565,8 @@ def _triton() -> Iterator[Right]:
         yield Right("triton_forward", label, lambda device, base=base: in_order("triton_forward", base(device)), forward_of, loose=loose)  # fmt: skip
         for op, truth in truths.items():
             yield Right(f"triton_{op}", label, _saved(base, op), truth, loose=loose, refresh=with_results)
+    for label, base in (("dense", dense), ("sums", dense), ("packed", packed)):
+        yield Right("triton_map_statistics", label, _mapped(base, label), reductions_of, loose=LENGTHS if label == "packed" else frozenset(), refresh=map_results)  # fmt: skip
     for label, dropout in (("bias", False), ("dropout", True)):
         yield Right("triton_residual_forward", label, _of(residual, False, dropout), residual_of)
         yield Right("triton_residual_backward", label, _of(residual, True, dropout), residual_backward_of, refresh=residual_results)  # fmt: skip

@@ -128,6 +128,11 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
     """Why the forward of a call cannot be computed; None if it can. (The choice adds who can.)"""
     if problem.device_type != "cuda" or problem.capability is None:
         return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}"
+    if problem.batch_invariant:
+        return (
+            "which of its kernels serves a call, and the number of parts into which that one cuts the keys, depend on the "
+            "whole batch"
+        )
     if problem.paged:
         info = library.described()
         return paged.rejects(problem, generation, info, _device_name(problem.capability))

@@ -89,6 +89,10 @@ def unavailable() -> str | None:
 def rejects(problem: Problem) -> str | None:
     if problem.device_type not in ("cuda", "meta") and not INTERPRETED:
         return f"Triton kernels run on CUDA tensors, these are on {problem.device_type}; move them"
+    if problem.batch_invariant:
+        refused = _varies(problem)
+        if refused is not None:
+            return refused
     if problem.dtype == fp8_ops.FP8:
         return _fp8_rejects(problem)
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -105,6 +109,16 @@ def rejects(problem: Problem) -> str | None:
     if max(problem.head_dim, problem.head_dim_v) > tilings.MAX_HEAD_DIM:
         return f"head dims up to {tilings.MAX_HEAD_DIM} are supported, got {problem.head_dim} and {problem.head_dim_v}"
     return _paged_rejects(problem) if problem.paged else None
+
+
+def _varies(problem: Problem) -> str | None:
+    """Why results depend on the batch; None: they do not."""
+    if problem.dtype == fp8_ops.FP8:
+        return "its tiles of 8-bit floats depend on the batch; give q, k and v in 16 bits"
+    for name, learnt in (("bias", problem.bias_grad), ("key_weight", problem.key_weight_grad)):
+        if learnt:
+            return f"the gradient of {name} is a sum over the batch, which decides the kernels of dq too; give {name}.detach()"
+    return None
 
 
 def _paged_rejects(problem: Problem) -> str | None:

@@ -6,15 +6,9 @@ import pytest
 import torch
 
 import flashsci
-from flashsci.testing.tolerance import BASELINE_FACTOR, FLOOR_ROUNDINGS
-from tests.support.map_calls import OPTIONS, called, rounded, written
+from tests.support.map_calls import OPTIONS, called, near, reduced, rounded, size_of, written
 
 EVERYTHING = dict(entropy=True, largest_score=True, key_sum=True, top_k=3)
-
-
-def reduced(p, s):
-    logarithm = torch.where(p == 0, 1.0, p).log()
-    return -(p * logarithm).sum(-1), s.amax(-1), p.sum(-2), p.topk(3, -1).values
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["one block", "blocks"])
@@ -42,14 +36,7 @@ def test_rounded_by_the_two_error_rule(name, dtype):
     found = flashsci.attention_statistics(q, k, lse, **EVERYTHING, **options)[:4]
     p, s = written(q.double(), k.double(), **theirs)
     narrow = {n: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for n, x in theirs.items()}
-    plain = reduced(*written(q, k, **narrow))
-    size = 1 + s[s.isfinite()].abs().amax()  # of the exponents, which P has as relative errors
-    for x, truth, other in zip(found, reduced(p, s), plain, strict=True):
-        seen = truth.isfinite()
-        error, baseline = ((y.double() - truth)[seen].norm() for y in (x, other))
-        assert torch.equal(x.isfinite(), seen)
-        least = FLOOR_ROUNDINGS * size * torch.finfo(torch.float32).eps / 2 * truth[seen].norm()
-        assert error <= torch.maximum(BASELINE_FACTOR * baseline, least)
+    near(found, reduced(p, s), reduced(*written(q, k, **narrow)), size_of(s))
 
 
 @pytest.mark.parametrize("keys", [0, 1])

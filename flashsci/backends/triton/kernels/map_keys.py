@@ -1,17 +1,37 @@
 """Sums of P over the queries, one key tile of a query head per program.
 
 Maths     P = w e^(S - L); sum_i P
-Grid      tiles of keys, for each query head of the batch
+Grid      tiles of keys, for each query head of the batch; a packed batch has those of coord.py
 Tiles     k stays on chip; q and the reference stream: one product a tile. The order of a sum is fixed
 Limits    tensor cores and one exponential a score
 """
 
+import triton
 import triton.language as tl
 
 from .chunks import load_from, load_rows, rows_of, score_chunks
-from .coord import Span, dense_head, flat_row, query_range, shift_of
+from .coord import HeadCoord, Span, dense_head, flat_row, query_range, shift_of, varlen_rows, varlen_tile
 from .kernel import kernel
 from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
+
+
+@triton.jit
+def head_key_tile(pid, inputs, sizes, schedule, mod, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr):
+    """The place of a program that owns a key tile of a query head: first column, HeadCoord, Span."""
+    first = tl.full([], 0, tl.int32)
+    tile = pid % schedule.tiles
+    if VARLEN:
+        h = pid // schedule.tiles
+        b, tile, start_k, len_k = varlen_tile(tile, inputs.cu_seqlens_k, sizes.sequences, sizes.size_k, BLOCK_N)
+        start_q, len_q = varlen_rows(inputs.cu_seqlens_q, b, sizes.sequences, sizes.size_q)
+        at = HeadCoord(b, first, first, h, h // sizes.group)
+    else:
+        at = dense_head(pid // schedule.tiles, sizes.heads, sizes.batch1, sizes.group)
+        start_q = first
+        start_k = first
+        len_q = sizes.size_q
+        len_k = sizes.size_k
+    return tile * BLOCK_N, at, Span(start_q, len_q, start_k, len_k, shift_of(len_q, len_k, mod))
 
 
 @kernel
@@ -21,15 +41,14 @@ def map_keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """sums: fp32, one per query head and key."""
-    tile = tl.program_id(0) % schedule.tiles
-    at = dense_head(tl.program_id(0) // schedule.tiles, sizes.heads, sizes.batch1, sizes.group)
-    first = tl.full([], 0, tl.int32)
-    span = Span(first, sizes.size_q, first, sizes.size_k, shift_of(sizes.size_q, sizes.size_k, mod))
-    j0 = tile * BLOCK_N
+    j0, at, span = head_key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
+    if j0 >= span.len_k:
+        return
     j = j0 + tl.arange(0, BLOCK_N)
-    k_rows = load_rows(inputs.k, strides.k, at, at.hk, j0, span.len_k - j0, sizes.head_dim, BLOCK_N, D)
+    row = span.start_k + j0
+    k_rows = load_rows(inputs.k, strides.k, at, at.hk, row, span.len_k - j0, sizes.head_dim, BLOCK_N, D)
     q_head = rows_of(inputs.q, strides.q, at, at.h, span.start_q, D.VECTOR)
-    statistics = lse + flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, False)
+    statistics = lse + flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
     bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
     alibi = alibi_of(inputs, strides, at, sizes, F)
@@ -51,5 +70,5 @@ def map_keys_kernel(
             )
             p, _bare = probabilities(s, reference[:, None], weights, mod.scale, FOLD, False)
             total += tl.sum(p, 0)
-    result = sums + flat_row(at.b, at.h, sizes.heads, span.start_k, sizes.size_k, False)
+    result = sums + flat_row(at.b, at.h, sizes.heads, span.start_k, sizes.size_k, F.VARLEN)
     tl.store(result + j, total, mask=j < span.len_k)

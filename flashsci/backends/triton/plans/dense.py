@@ -46,6 +46,7 @@ from flashsci.backends.triton.plans.strides import (
 from flashsci.backends.triton.plans.wide import Wide
 from flashsci.call.mask_tiles import TILE, has_rows
 from flashsci.call.ops import (
+    BATCH_INVARIANT,
     NEED_BIAS,
     NEED_K,
     NEED_KEY_WEIGHT,
@@ -94,7 +95,9 @@ class DensePlan:
         # Typical lengths, which decide the tiles; those of varlen sequences vary about the mean.
         self.lengths = self.size_q, self.size_k
         self.longest = longest if self.varlen else max(self.lengths)
-        if self.varlen:
+        if self.varlen and longest == BATCH_INVARIANT:
+            self.lengths, self.longest = (UNBOUNDED, UNBOUNDED), UNBOUNDED
+        elif self.varlen:
             self.lengths = tuple(3 * size // (2 * max(sequences, 1)) for size in self.lengths)
 
         vector = 16 // dtype.itemsize
@@ -401,6 +404,8 @@ def plan_of(strided, inputs: tuple, longest: int, options) -> DensePlan:
 
 def longest_class(max_seqlen_q: int, max_seqlen_k: int) -> int:
     """The class of the longest varlen lengths, if known: it only decides whether each sequence fits in one tile."""
+    if max_seqlen_q == BATCH_INVARIANT:
+        return BATCH_INVARIANT
     longest = max(max_seqlen_q, max_seqlen_k) if min(max_seqlen_q, max_seqlen_k) >= 0 else 1 << 30
     return 32 if longest <= 32 else 64 if longest <= 64 else 1 << 30
 
@@ -509,7 +514,8 @@ def rows_of(x, out):
 def prepared_forward(tensors: Tensors, scalars: Scalars) -> ForwardLaunches:
     """A prepared forward. Longest lengths are not needed, and all kernels are deterministic."""
     _, _, *options, _ = scalars
-    p = plan_of(tensors[:3], tuple(tensors), 0, options)
+    longest = BATCH_INVARIANT if scalars.batch_invariant() else 0
+    p = plan_of(tensors[:3], tuple(tensors), longest, options)
     if p.prepared is None:
         p.prepared = ForwardLaunches(p, tensors)
     return p.prepared

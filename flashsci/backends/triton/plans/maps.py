@@ -1,16 +1,19 @@
-"""Launches of the reductions of an attention map."""
+"""The op of the reductions of an attention map, and its launches."""
+
+import math
 
 import torch
+import triton
 
+from flashsci.backends.triton import checks
 from flashsci.backends.triton.kernels.groups import Schedule
 from flashsci.backends.triton.kernels.map_keys import map_keys_kernel
 from flashsci.backends.triton.kernels.map_rows import map_rows_kernel
 from flashsci.backends.triton.launcher import Launch
 from flashsci.backends.triton.plans.dense import DensePlan, plan_of
-from flashsci.call.ops import Scalars, Tensors
-
-#: The head dims that the kernels take: wider ones would spill.
-MOST = 256
+from flashsci.call import map_ops
+from flashsci.call.map_ops import MapCall, empty_results
+from flashsci.call.op_checks import need
 
 
 def rows_launch(plan: DensePlan) -> Launch:
@@ -18,6 +21,8 @@ def rows_launch(plan: DensePlan) -> Launch:
     if "map rows" not in plan.launches:
         programs, arguments = plan.scheduled("jvp")
         arguments["num_warps"] = max(2, arguments["num_warps"])
+        if plan.bias_mask:  # 64 keys would spill
+            arguments["BLOCK_N"] = min(32, arguments["BLOCK_N"])
         plan.launches["map rows"] = Launch(map_rows_kernel, programs, arguments)
     return plan.launches["map rows"]
 
@@ -33,23 +38,33 @@ def keys_launch(plan: DensePlan) -> Launch:
     return plan.launches["map keys"]
 
 
-def statistics(
-    tensors: Tensors, lse: torch.Tensor, scalars: Scalars, entropy: bool, largest: bool, key_sum: bool
-) -> list[torch.Tensor]:
-    """Entropy, largest score and sum over queries of a dense call; those that are wanted.
+def statistics(call: MapCall) -> tuple[torch.Tensor, ...]:
+    """Entropy, largest score and sum over queries; without elements where not wanted.
 
-    Args:
-        tensors: as the forward's raw op takes them, laid out, not empty; v is not read.
-        lse: float32, contiguous.
+    Raises:
+        TypeError, ValueError: tensors that do not fit, as checks.py has it, or a wider head.
     """
+    dim, most = call.q.shape[-1], map_ops.MAX_HEAD_DIM
+    need(
+        dim <= most,
+        f"the kernels of maps have head dims up to {most}, got {dim}; use_backend('reference') has no limit",
+    )
+    tensors, scalars = checks.checked(call.tensors, call.scalars, of_lse=(call.lse,)), call.scalars
     _, _, *options, _ = scalars
     plan = plan_of(tensors[:3], tuple(tensors), 0, options)
-    rows = [torch.empty_like(lse) if wanted else None for wanted in (entropy, largest)]
-    if entropy or largest:
+    found = empty_results(call)
+    if plan.empty:
+        for x, value in zip(found, (0.0, -math.inf, 0.0), strict=True):
+            x.fill_(value)
+        return found
+    lse = call.lse.contiguous()
+    if call.entropy or call.largest_score:
+        rows = (x if wanted else None for x, wanted in zip(found, call.wanted[:2], strict=False))
         rows_launch(plan)(tuple(tensors), lse, *rows)
-    found = [x for x in rows if x is not None]
-    if key_sum:
-        sums = lse.new_empty((*lse.shape[:-1], tensors.k.shape[-2]))
-        keys_launch(plan)(tuple(tensors), lse, sums)
-        found.append(sums)
+    if call.key_sum:
+        keys_launch(plan)(tuple(tensors), lse, found[2])
     return found
+
+
+_KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
+map_ops.define("triton", statistics, _KEYS)
