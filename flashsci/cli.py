@@ -57,6 +57,7 @@ FEATURES: dict[str, Problem] = {
     "causal, aligned lower right": replace(_PLAIN, window_right=0, lower_right=True),
     "sliding window": replace(_PLAIN, window_left=64, window_right=0),
     "softcap": replace(_PLAIN, softcap=30.0),
+    "softcap of biased scores": replace(_PLAIN, **_PAIR, softcap=30.0, caps_bias=True),
     "mask": replace(_PLAIN, mask=True),
     "bias": replace(_PLAIN, **_PAIR),
     "gradient of the bias": replace(_PLAIN, **_PAIR, bias_grad=True, requires_grad=True),

@@ -58,6 +58,7 @@ def attention(
     align: str = "upper_left",
     scale: float | None = None,
     softcap: float | None = None,
+    softcap_at: str = "scores",
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
@@ -106,8 +107,12 @@ def attention(
         scale: factor of q k^T; default ``1 / sqrt(D)``. It is a number, as softcap and dropout_p are. Multiply q by a
             learned temperature: q keeps its gradient. Kernels apply the scale to q k^T, which must be finite in
             float32 by itself: 1e37 is safe. The sum of ``abs(v)`` over the keys may be 1e30.
-        softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0 for none. A softcap
-            of ``2**100 * abs(scale)`` or more counts as none.
+        softcap: bounds scores to ``softcap * tanh(scores / softcap)``; None or 0 for none. A softcap of
+            ``2**100 * abs(scale)`` or more counts as none.
+        softcap_at: the scores that the softcap bounds: "scores", ``scale q k^T`` before bias and ALiBi (as flash-attn,
+            Gemma), or "biased", their sum (as AlphaGenome, x-transformers). mask, causal and window hide keys after it.
+            Under "biased" a large negative number in the bias becomes ``-softcap``, and its key stays visible; -inf
+            hides it.
         dropout_p: probability of dropping an entry of P, in [0, 1).
         dropout_seed: int64 tensor [2] (seed, offset) on q's device; None draws one from torch's
             generator. Every backend drops the same entries: see :func:`flashsci.dropout_mask`.
@@ -179,7 +184,7 @@ def attention(
         again, call = repeated(
             entry,
             seen,
-            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision),
+            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at),
             window,
             backend,
         )
@@ -195,14 +200,14 @@ def attention(
             attention,
             {name: x for name, x in parts.items() if x is not None},
             dict(dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype),
-            causal=causal, window=window, align=align, scale=scale, softcap=softcap, return_lse=return_lse,
+            causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at, return_lse=return_lse,
             deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink)
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
         scaled = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink)
         options = arguments.Options.of(
-            causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+            causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
         )
         return fp8.dense(q, k, v, scaled, options, backend)
     if q.is_nested:
@@ -210,11 +215,11 @@ def attention(
 
         return attend(
             q, k, v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink,
-            causal=causal, window=window, align=align, scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
-            deterministic=deterministic, precision=precision, backend=backend,
+            causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at,
+            dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
     options = arguments.Options.of(
-        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
     )
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)

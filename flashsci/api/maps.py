@@ -50,6 +50,7 @@ def attention_weights(
     align: str = "upper_left",
     scale: float | None = None,
     softcap: float | None = None,
+    softcap_at: str = "scores",
 ) -> Tensor:
     """Softmax probabilities P of chosen queries and keys, from the lse of the forward.
 
@@ -59,8 +60,8 @@ def attention_weights(
         rows: queries: a slice, or an integer tensor ``[R]`` on q's device, in any order; None: all.
         columns: keys ``[C]``, likewise.
         average_heads: the mean over the heads, without those of single heads in memory.
-        bias, key_weight, mask, alibi_slopes, causal, window, align, scale, softcap: as the forward got them, for all queries and
-            keys. A sink is part of the lse: its share is what a row lacks to 1. Dropout does not enter.
+        bias, key_weight, mask, alibi_slopes, causal, window, align, scale, softcap, softcap_at: as the forward got them,
+            for all queries and keys. A sink is part of the lse: its share is what a row lacks to 1. Dropout does not enter.
 
     Returns:
         P ``[*, Hq, R, C]``, or ``[*, R, C]`` of the average: float32 (float64 for float64), zero in rows that see no key.
@@ -82,7 +83,7 @@ def attention_weights(
     """
     average = arguments.flag("average_heads", average_heads)
     tensors = MapTensors(q, k, lse, bias, key_weight, mask, alibi_slopes)
-    options = arguments.Options.of(causal, window, align, scale, softcap, 0.0, True, False, None)
+    options = arguments.Options.of(causal, window, align, scale, softcap, 0.0, True, False, None, softcap_at)
     wanted = Reductions(weights=not average, average_heads=average)
     return _map(
         "attention_weights",
@@ -112,6 +113,7 @@ def attention_statistics(
     align: str = "upper_left",
     scale: float | None = None,
     softcap: float | None = None,
+    softcap_at: str = "scores",
 ) -> AttentionStatistics:
     """Reductions of the softmax probabilities P of all queries and keys, in one pass over blocks of them.
 
@@ -122,7 +124,8 @@ def attention_statistics(
             ``log key_weight``. ``.amax((0, -1))`` of it is the largest logit of each head, as QK-Clip wants it.
         key_sum: the sum of P over the queries; divided by Sq it is their mean.
         top_k: how many of the largest probabilities of each row, with their keys; 0: none. Equal probabilities come in any order.
-        bias, key_weight, mask, alibi_slopes, causal, window, align, scale, softcap: as for :func:`attention_weights`.
+        bias, key_weight, mask, alibi_slopes, causal, window, align, scale, softcap, softcap_at: as for
+            :func:`attention_weights`.
 
     Returns:
         :class:`AttentionStatistics`, in float32 (float64 for float64); differentiable as :func:`attention_weights` is.
@@ -142,7 +145,7 @@ def attention_statistics(
     Source: Kimi team, arXiv:2507.20534 (QK-Clip).
     """
     tensors = MapTensors(q, k, lse, bias, key_weight, mask, alibi_slopes)
-    options = arguments.Options.of(causal, window, align, scale, softcap, 0.0, True, False, None)
+    options = arguments.Options.of(causal, window, align, scale, softcap, 0.0, True, False, None, softcap_at)
     flags = [
         arguments.flag(n, x) for n, x in (("entropy", entropy), ("largest_score", largest_score), ("key_sum", key_sum))
     ]

@@ -1,6 +1,6 @@
 """The specification as code: every feature in plain PyTorch, on any device and dtype, differentiable to any order.
 
-    S = softcap(scale Q K^T) + bias - slope |i + shift - j|, masked
+    S = softcap(scale Q K^T) + bias - slope |i + shift - j|, masked; or softcap of that sum, masked
     L = log(sum_j w e^S + e^sink);  P = w exp(S - L);  O = (P o R) V
 
 Here R is the dropout keep mask divided by 1 - p, and w the key weights (1 without). Memory is O(Sq * Sk). In float64
@@ -132,15 +132,21 @@ def _scores(
     alibi_slopes: Tensor | None,
     scalars: Scalars,
 ) -> tuple[Tensor, Tensor | None]:
-    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and scale q k^T / softcap if there is a softcap."""
-    softcap = scalars.softcap
+    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and the argument of the softcap's tanh if there is one."""
+    softcap, caps_bias = scalars.softcap, scalars.caps_bias
     keys = per_query_head(k, q.shape[-3] if q.dim() > 2 else 1)
     scores = _product(q * scalars.scale, keys.transpose(-1, -2))
     capped = None
-    if softcap:
+    hidden = [] if mask is None else [~mask]
+    if softcap and not caps_bias:
         # In fp32: if a softcap is far above the scores, their quotient is below the range of fp16.
         capped = scores.to(_statistics_dtype(scores.dtype)) / softcap
         scores = (softcap * _tanh(capped)).to(scores.dtype)
+    if bias is not None and caps_bias:
+        # A bias of -inf hides its key, and the tanh would not.
+        scores = scores.to(_statistics_dtype(scores.dtype))
+        hidden.append(bias == float("-inf"))
+        bias = bias.masked_fill(hidden[-1], 0.0)
     if bias is not None:
         scores = scores + bias
     scores = scores.to(_statistics_dtype(scores.dtype))
@@ -148,11 +154,13 @@ def _scores(
         slopes = alibi_slopes[..., None, None] if q.dim() > 2 else alibi_slopes
         away = ahead(q.shape[-2], k.shape[-2], scalars.lower_right, q.device).abs()
         scores = scores - slopes.to(scores.dtype) * away
+    if softcap and caps_bias:
+        capped = scores / softcap
+        scores = softcap * _tanh(capped)
     window = scalars.window_left, scalars.window_right, scalars.lower_right
     keep = visible(q.shape[-2], k.shape[-2], *window, q.device)
-    for hidden in (keep, mask):
-        if hidden is not None:
-            scores = scores.masked_fill(~hidden, float("-inf"))
+    for where in hidden if keep is None else (~keep, *hidden):
+        scores = scores.masked_fill(where, float("-inf"))
     return scores, capped
 
 
@@ -280,9 +288,10 @@ def _dense_backward(
     dp = keep * _product(dout_, per_query_head(v_, heads_q).transpose(-1, -2))
     ds = p * (dp - delta)
     dweight = None if key_weight is None else _weight_gradient(terms * (dp - delta), key_weight, heads_k)
-    dbias = None if bias is None else _sum_to(ds, bias.shape).to(bias.dtype)
-    if capped is not None:
-        ds = ds * _tanh_slope(capped)
+    of_products = ds if capped is None else ds * _tanh_slope(capped)
+    of_bias = of_products if scalars.caps_bias else ds
+    dbias = None if bias is None else _sum_to(of_bias, bias.shape).to(bias.dtype)
+    ds = of_products
     dq = scale * _product(ds, per_query_head(k_, heads_q))
     dk = _per_key_head(scale * _product(ds.transpose(-1, -2), q_), heads_k)
     dv = _per_key_head(_product((p * keep).transpose(-1, -2), dout_), heads_k)

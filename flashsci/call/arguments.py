@@ -29,8 +29,10 @@ SHARED = (
     "return_lse",
     "deterministic",
     "precision",
+    "softcap_at",
 )
 ALIGNMENTS = ("upper_left", "lower_right")
+SOFTCAP_PLACES = ("scores", "biased")  # of the softcap
 # A softcap this many times the scale bounds nothing: products q k^T up to 2^87 do not change, to fp32 rounding.
 # Nearer to the end of fp32 the quotient of scale and softcap, or of a score and its cap, would vanish.
 BOUNDLESS = 2.0**100
@@ -299,6 +301,7 @@ class Options(NamedTuple):
     return_lse: bool
     deterministic: bool
     precision: str | None
+    softcap_at: str = "scores"
 
     @classmethod
     def of(
@@ -312,6 +315,7 @@ class Options(NamedTuple):
         return_lse: bool,
         deterministic: bool | None,
         precision: str | None,
+        softcap_at: str = "scores",
     ) -> Options:
         # Chains of identities keep usual calls cheap. Types with equal hashes (1, 1.0 and True) are told apart here,
         # because the keys of plans cannot do it.
@@ -333,8 +337,10 @@ class Options(NamedTuple):
             raise ValueError(f"align must be one of {ALIGNMENTS}, got {_described(align)}")
         if precision is not None and type(precision) is not str:
             raise ValueError(f"precision must be None or one of {PRECISIONS}, got {_described(precision)}")
+        if type(softcap_at) is not str:
+            raise ValueError(f"softcap_at must be one of {SOFTCAP_PLACES}, got {_described(softcap_at)}")
         left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
-        return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision)
+        return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at)
 
     def keywords(self) -> dict[str, Any]:
         """The arguments of an entry point that give these options."""
@@ -354,6 +360,8 @@ class Options(NamedTuple):
             raise ValueError(f"dropout_p must be in [0, 1), got {self.dropout_p}")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(f"precision must be None or one of {PRECISIONS}, got {self.precision!r}")
+        if self.softcap_at not in SOFTCAP_PLACES:
+            raise ValueError(f"softcap_at must be one of {SOFTCAP_PLACES}, got {self.softcap_at!r}")
 
     def scalars(self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> Scalars:
         """The options as kernels take them, with defaults filled in."""
@@ -372,6 +380,7 @@ class Options(NamedTuple):
             float(self.dropout_p) if self.dropout_p else 0.0,
             self.precision or "default",
             self.deterministic,
+            bool(softcap) and self.softcap_at == "biased",
         )
 
     def features(self, tensors: Mapping[str, Tensor | None], needs_grad: bool) -> dict[str, Any]:
@@ -389,6 +398,7 @@ class Options(NamedTuple):
             window_right=index(self.window_right),
             lower_right=self.align == "lower_right",
             softcap=_static_sign(self.softcap) if static else float(self.softcap or 0.0),
+            caps_bias=bool(self.softcap) and self.softcap_at == "biased" and ("bias" in given or "alibi_slopes" in given),
             dropout_p=_static_sign(self.dropout_p) if static else float(self.dropout_p),
             return_lse=self.return_lse,
             deterministic=self.deterministic,

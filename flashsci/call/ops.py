@@ -164,6 +164,7 @@ class Scalars(NamedTuple):
     dropout_p: float
     precision: str
     deterministic: bool
+    caps_bias: bool = False  # the softcap bounds bias and ALiBi, too
 
     def windowed(self) -> bool:
         """Whether a window hides scores."""

@@ -67,7 +67,7 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
         served = [
             v
             for v in variants(1024 if many else 512) + variants(features=False)
-            if not (v.dropout or v.key_weight or v.alibi or (v.varlen and v.bias))
+            if not (v.dropout or v.key_weight or v.alibi or v.caps_bias or (v.varlen and v.bias))
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
         ]
@@ -159,6 +159,7 @@ def paired(variant: Variant) -> Variant:
         bias_float=narrow,
         window=False,
         softcap=False,
+        caps_bias=False,
         sink=None,
     )
 
@@ -170,7 +171,7 @@ def shortened(variant: Variant, whole: bool, weighted: bool) -> Variant:
     if whole:
         known = WHOLE[variant.dtype]
         dims = [next((d for d in known if max(dims) <= d), known[-1])] * 2
-    variant = replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, sink=None)
+    variant = replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, caps_bias=False, sink=None)
     if weighted and variant.dtype == "float32":
         learnt = variant.bias is None or variant.bias_grad
         variant = replace(

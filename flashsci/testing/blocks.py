@@ -33,6 +33,7 @@ class Block:
     keep: Tensor
     scale: float
     softcap: float | None
+    caps_bias: bool  # the softcap bounds scores with bias and ALiBi
     place: dict[str, Any]  # tensor name -> the view of a whole result's slice in this block's shape
     tangents: dict[str, Tensor]  # "tq", "tk", "tv", "tbias" in the shapes of q, k, v, bias
     residual: bool = False  # scores are a result
@@ -86,6 +87,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     softcap = options.get("softcap")
     softcap = None if softcap is not None and softcap >= 2.0**100 * abs(scale) else softcap
+    caps_bias = bool(softcap) and options.get("softcap_at") == "biased"
 
     def keep(shape: tuple[int, ...], index: int) -> Tensor:
         if not p:
@@ -123,6 +125,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             keep(shape, 0),
             scale,
             softcap,
+            caps_bias,
             place,
             {name: place[name](x) for name, x in inputs.tangents.items()},
             inputs.residual,
@@ -183,6 +186,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             keep((inputs.q.shape[1], *size), n),
             scale,
             softcap,
+            caps_bias,
             place,
             {name: place[name](x) for name, x in inputs.tangents.items()},
         )

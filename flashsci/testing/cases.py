@@ -31,6 +31,7 @@ class Variant:
     dropout: bool = False
     varlen: bool = False
     lse_grad: bool = False
+    caps_bias: bool = False  # the softcap bounds scores with bias and ALiBi
     flipped: bool = False  # a scale of zero or less, which no kernel makes part of an exponent
     tangents: str = ""  # second order: which of "qkvbw" (bias, key_weight) have tangents, their gradients cotangents
 

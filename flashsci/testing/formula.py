@@ -218,8 +218,7 @@ class BackwardFormula:
             internal = self.precisions.internal
             self.slope = slope_of(s.raw / b.softcap)
             # The error of an argument of tanh, and the steepest slope within it: never more than 1.
-            off = ROUNDINGS * internal * s.raw_abs / b.softcap
-            steepest = slope_of(((s.raw / b.softcap).abs() - off).clamp(min=0))
+            off, steepest = s.off(b.softcap, internal), s.steepest(b.softcap, internal)
             bent = (2 * s.tanh.abs() * off + 2 * off * off).clamp(max=1)
             self.slope_fine = 2 * s.tanh * s.tanh + steepest * bent / (ROUNDINGS * internal)
             da = self.e * self.slope
@@ -328,10 +327,14 @@ class Formula:
         if self.b.bias is None:
             return
         shape = self.b.bias.shape
-        self._store("dbias", *(x.sum_to_size(shape) for x in (g.e, g.e_abs, g.e_fine)))
+        parts, loose = (g.e, g.e_abs, g.e_fine), g.e_loose
+        if self.b.caps_bias:  # of dS after the slope, which kernels keep in fp32
+            assert g.slope is not None
+            parts, loose = (g.e * g.slope, g.da_abs, g.da_fine), g.da_loose
+        self._store("dbias", *(x.sum_to_size(shape) for x in parts))
         self.subnormal["dbias"] = (g.gone * g.u_abs).sum_to_size(shape)
-        if g.e_loose is not None:
-            self.loose["dbias"] = g.e_loose.sum_to_size(shape)
+        if loose is not None:
+            self.loose["dbias"] = loose.sum_to_size(shape)
 
     def _weight_gradient(self, f: ForwardFormula, g: BackwardFormula) -> None:
         """dkey_weight, and the possible size of P without weights in loose rows."""
@@ -390,6 +393,7 @@ class Formula:
             scale=b.scale,
             slope=slope,
             bend=bend,
+            caps_bias=b.caps_bias,
             dp=Sized(g.dp, g.dp_abs, g.dp_abs),
             delta=Sized(g.delta, g.delta_abs, g.delta_fine + g.delta_abs, g.delta_loose),
             rounded=self.roundings.rounded,

@@ -77,6 +77,8 @@ class _Maker:
             "softcap": case.softcap,
             "dropout_p": case.dropout_p,
         }
+        if variant.caps_bias:
+            options["softcap_at"] = "biased"
         if case.precision:
             options["precision"] = case.precision
         if packed and case.known_lengths:

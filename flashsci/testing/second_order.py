@@ -103,12 +103,13 @@ def second_order(
     delta: Sized,
     rounded: Callable[[Tensor], Tensor],
     tiny: float,
+    caps_bias: bool = False,
     p_sink: Sized | None = None,
 ) -> dict[str, Sized]:
     """All of SECOND_ORDER, per query head; "gbias" and "gkey_weight" in the shape of the scores.
 
     ``bare``: P without key weights. ``p_sink``: that of the sink, a key whose score has no tangent and whose value is
-    zero; None without a sink; "gsink" has a value for every row.
+    zero; None without a sink; "gsink" has a value for every row. ``caps_bias``: the softcap bounds the bias, too.
 
     Everything but results is [*, Hq, Sq, Sk], [*, Hq, S, D] or, for rows, [*, Hq, Sq, 1]. ``rounded`` perturbs the
     tensors that kernels round before a product, to a dtype whose smallest normal number is ``tiny``.
@@ -118,9 +119,10 @@ def second_order(
     extra = bare.times(tangents["tkey_weight"]) if "tkey_weight" in tangents else None
     t_raw = nothing if tq is None else tq.matmul(k.turned())
     t_raw = (t_raw if tk is None else t_raw.plus(q.matmul(tk.turned()))).scaled(scale)
+    wide = None if tbias is None else tbias.map(lambda x: x.expand(p.value.shape))
+    t_raw = t_raw.plus(wide) if wide is not None and caps_bias else t_raw
     t = t_raw if slope is None else t_raw.times(slope)
-    if tbias is not None:
-        t = t.plus(tbias.map(lambda x: x.expand(t.value.shape)))
+    t = t.plus(wide) if wide is not None and not caps_bias else t
     mean = p.times(t) if extra is None else p.times(t).plus(extra)
     mean = mean.row()
     t = t.minus(mean)
@@ -138,6 +140,7 @@ def second_order(
     e_raw, f_raw = e, f
     if slope is not None and bend is not None:
         e_raw, f_raw = e.times(slope), f.times(slope).plus(bend.times(t_raw).times(e))
+    of_bias = f_raw if caps_bias else f
     f_raw = f_raw.rounded(rounded, tiny)
     gq, gk = f_raw.matmul(k), f_raw.turned().matmul(q)
     e_raw = e_raw.rounded(rounded, tiny)
@@ -150,7 +153,7 @@ def second_order(
         "gq": gq.scaled(scale),
         "gk": gk.scaled(scale),
         "gv": w.times(keep).rounded(rounded, tiny).turned().matmul(dout),
-        "gbias": f,
+        "gbias": of_bias,
         "gkey_weight": bare.times(u.times(t).plus(y)),
         "gdout": tout,
         "gdlse": mean,

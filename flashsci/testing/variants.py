@@ -28,6 +28,7 @@ def variants(
     choices, weights = SeededChoices(20), SeededChoices(22)
     slopes, sinks = SeededChoices(23), SeededChoices(24)
     scales, together = SeededChoices(25), SeededChoices(26)
+    places = SeededChoices(28)
     dims = [d for d in HEAD_DIMS if max(d) <= max_dim]
     found: dict[Variant, None] = {}
     for i in range(4 * count):
@@ -60,6 +61,8 @@ def variants(
             varlen=varlen,
             lse_grad=rare(3),
         )
+        if variant.softcap and (variant.bias or variant.alibi) and places.integer(1, 2) == 1:
+            variant = replace(variant, caps_bias=True)
         found[variant] = None
     return list(found)
 

@@ -9,6 +9,7 @@ import torch
 import flashsci
 from flashsci.backends.cuda import decisions
 from flashsci.backends.cuda.library import library_path
+from flashsci.call.ops import Scalars, Tensors
 from flashsci.choice import differentiate
 
 BACKENDS = ["reference", "sdpa", "triton"]
@@ -22,8 +23,8 @@ def draw(*shape, grad=True, dtype=torch.float32):
 def raw_arguments(kind):
     """Arguments of a raw forward op: every feature that changes shapes, dtypes or aliasing."""
     q, k, v = (draw(1, h, n, d, grad=False) for h, n, d in ((2, 5, 16), (1, 7, 16), (1, 7, 8)))
-    tensors = [q, k, v, *(None,) * 8]
-    scalars = [-1, -1, 0.25, 0.0, -1, 0, True, 0.0, "default", False]
+    tensors = list(Tensors(q, k, v))
+    scalars = list(Scalars(-1, -1, 0.25, 0.0, -1, 0, True, 0.0, "default", False))
     if kind == "features":
         tensors[3] = draw(1, 2, 1, 7, grad=False)
         tensors[4] = draw(1, 1, 7, grad=False).abs()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def naive(
     q, k, v, *, bias=None, key_weight=None, mask=None, causal=False, window=None, align="upper_left", scale=None, softcap=None,
-    keep=None, dropout_p=0.0, alibi_slopes=None, sink=None,
+    keep=None, dropout_p=0.0, alibi_slopes=None, sink=None, softcap_at="scores",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of q [..., Hq, Sq, D], k [..., Hk, Sk, D], v [..., Hk, Sk, Dv], differentiable.
 
@@ -21,6 +21,7 @@ def naive(
         out, lse = naive(
             q[None], k[None], v[None], bias=bias, key_weight=key_weight, mask=mask, causal=causal, window=window, align=align,
             scale=scale, softcap=softcap, keep=keep, dropout_p=dropout_p, alibi_slopes=alibi_slopes, sink=sink,
+            softcap_at=softcap_at,
         )  # fmt: skip
         return out[0], lse[0]
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
@@ -48,7 +49,7 @@ def naive(
             if mask is not None and not mask[(*place, j)]:
                 continue
             score = torch.dot(q[place], k[(*key_head, j)]) * (q.shape[-1] ** -0.5 if scale is None else scale)
-            if softcap:
+            if softcap and softcap_at == "scores":
                 score = softcap * torch.tanh(score / softcap)
             if bias is not None:
                 if bias[(*place, j)] == -math.inf:
@@ -56,6 +57,8 @@ def naive(
                 score = score + bias[(*place, j)]
             if slopes is not None:
                 score = score - slopes[(*batch, h)] * abs(away)
+            if softcap and softcap_at == "biased":
+                score = softcap * torch.tanh(score / softcap)
             terms.append((j, score))
         # Beside a sink, a weight of zero has a gradient in every row.
         joined = bool(terms) and sink is not None and sink[h] > -math.inf

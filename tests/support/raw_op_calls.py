@@ -91,7 +91,7 @@ class Draw:
 
 OPTIONS = {
     "max_seqlen_q": -1, "max_seqlen_k": -1, "scale": 0.25, "softcap": 3.0, "window_left": 4, "window_right": 3,
-    "lower_right": True, "dropout_p": 0.0, "precision": "default", "deterministic": False,
+    "lower_right": True, "dropout_p": 0.0, "precision": "default", "deterministic": False, "caps_bias": False,
 }  # fmt: skip
 RAW = [
     "q",
@@ -134,6 +134,11 @@ def tiled(device: str) -> Arguments:
     """A dense call whose mask has a table of its tiles."""
     given = dense(device)
     return given | {"mask_tiles": torch.ops.flashsci.triton_mask_tiles(given["mask"])}
+
+
+def capped(device: str) -> Arguments:
+    """A dense call whose softcap bounds bias and ALiBi, too."""
+    return dense(device) | {"caps_bias": True}
 
 
 def mask_alone(device: str) -> Arguments:
@@ -481,7 +486,7 @@ def _saved(base: Callable[[str], Arguments], op: str) -> Callable[[str], Argumen
 
 
 def _triton() -> Iterator[Right]:
-    bases = {"dense": dense, "tiles": tiled, "dropout": _of(dense, True), "packed": packed}
+    bases = {"dense": dense, "capped": capped, "tiles": tiled, "dropout": _of(dense, True), "packed": packed}
     yield Right("triton_mask_tiles", "mask", mask_alone, table_of)
     truths = {"backward": backward_of, "jvp": jvp_of, "double_backward": double_backward_of}
     for label, base in bases.items():

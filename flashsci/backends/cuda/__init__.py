@@ -81,7 +81,8 @@ def _require_served(tensors: Tensors, scalars: Scalars) -> None:
     would ignore it."""
     if _lacks(tensors, scalars):
         raise BackendError(
-            "flashsci: the cuda backend has no dropout, no alibi_slopes and no bias of packed sequences, and "
+            "flashsci: the cuda backend has no dropout, no alibi_slopes, no softcap of biased scores and no bias of packed "
+            "sequences, and "
             f"{WEIGHTED.removeprefix('it ')}; use backend='triton'"
         )
 
@@ -91,7 +92,8 @@ def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
     packed_bias = tensors.cu_seqlens_q is not None and tensors.bias is not None
     weighted = tensors.key_weight is not None and not decisions.takes_weights(tensors, scalars)
     others = scalars.dropout_p or tensors.alibi_slopes is not None
-    return bool(others) or weighted or packed_bias
+    capped = scalars.caps_bias and tensors.bias is not None
+    return bool(others) or weighted or packed_bias or capped
 
 
 def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:

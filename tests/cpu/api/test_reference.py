@@ -113,6 +113,10 @@ FEATURES = {
     "softcap": {"softcap": 1.5, "variant": Variant(softcap=True)},
     "bias": {"bias_shape": (2, 3, 1), "variant": Variant(bias="pair", bias_grad=True)},
     "bias and softcap": {"bias_shape": (1, 1, 1, 4), "softcap": 1.5, "variant": Variant(bias="key", bias_grad=True)},
+    "softcap of biased scores": {
+        "bias_shape": (2, 3, 4), "bias_holes": True, "softcap": 1.5,
+        "variant": Variant(bias="pair", bias_grad=True, softcap=True, caps_bias=True),
+    },
     "bias with -inf": {
         "bias_shape": (2, 3, 4), "bias_holes": True, "variant": Variant(bias="pair", bias_grad=True)
     },

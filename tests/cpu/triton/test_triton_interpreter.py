@@ -38,6 +38,26 @@ PACKED = {
 SHORT = {"seq_q": 17, "seq_k": 23}
 
 
+def capped_cases(seq_q, seq_k, prefix="", **fields):
+    """A softcap of scores with their bias and ALiBi, in each kernel of a bias gradient."""
+    pair, sizes = {"bias": "pair", "bias_grad": True}, {"seq_q": seq_q, "seq_k": seq_k, "softcap": 2.0, **fields}
+    of = {"softcap": True, "caps_bias": True, "lse_grad": True}
+    yield f"{prefix}capped bias", case({**of, **pair}, bias_shape=(2, 2, seq_q, seq_k), bias_holes=True, **sizes)
+    yield (
+        f"{prefix}capped bias shared by the batch",
+        case({**of, **pair, "dtype": "bfloat16"}, bias_shape=(1, 2, seq_q, seq_k), **sizes),
+    )
+    yield (
+        f"{prefix}capped bias of keys, numbers",
+        case(
+            {**of, "bias": "key", "bias_grad": True, "bias_float": True, "dtype": "float16"},
+            bias_shape=(2, 1, 1, seq_k), bias_number="float32_min", bias_number_at="scattered", **sizes,
+        ),
+    )  # fmt: skip
+    yield f"{prefix}capped bias of queries", case({**of, **pair}, bias_shape=(2, 1, seq_q, 1), **sizes)
+    yield f"{prefix}capped ALiBi", case({**of, "alibi": True, "window": True}, causal=True, **sizes)
+
+
 def long_cases():
     yield "fp32", case({"lse_grad": True})
     yield "fp16", case({"dtype": "float16", "head_dim": 64, "head_dim_v": 32})
@@ -63,6 +83,7 @@ def long_cases():
         case({"window": True}, window=(5, None), align="lower_right", seq_q=40, seq_k=60),
     )
     yield "softcap", case({"softcap": True}, softcap=2.0, magnitude="peaked")
+    yield from capped_cases(40, 40)
     yield "dropout", case({"dropout": True}, dropout_p=0.5, seq_k=37)
     yield (
         "full bias",
@@ -140,6 +161,7 @@ def short_cases():
         "short",
         case({"lse_grad": True, "window": True, "softcap": True}, causal=True, softcap=2.0, **SHORT),
     )
+    yield from capped_cases(17, 23, "short, ")
     yield "short, ALiBi", case({"alibi": True, "sink": "float"}, align="lower_right", **SHORT)
     yield (
         "short, two chunks",

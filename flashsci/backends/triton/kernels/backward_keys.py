@@ -24,7 +24,18 @@ from .chunks import (
 from .coord import flat_row, key_tile, member, query_range
 from .dropout import drop, dropout_keep
 from .kernel import kernel
-from .scores import PLANE, alibi_of, bias_of, load_row, load_weights, mask_of, probabilities, scores
+from .scores import (
+    PLANE,
+    alibi_of,
+    bias_of,
+    load_row,
+    load_weights,
+    mask_of,
+    of_addends,
+    of_products,
+    probabilities,
+    scores,
+)
 from .tiles import queries_of, query_step, query_steps
 
 
@@ -109,11 +120,9 @@ def dkdv_kernel(
                     if weight_sums is not None:
                         weight_sum += tl.sum(bare * dp, 1 if TRANSPOSED else 0)
                     if column_sums is not None:
-                        sums += tl.sum(ds, 1 if TRANSPOSED else 0)
+                        sums += tl.sum(of_addends(ds, slope, F), 1 if TRANSPOSED else 0)
                     if dk is not None:
-                        if F.SOFTCAP:
-                            ds = ds * slope
-                        ds = ds.to(q_rows[0].dtype)
+                        ds = of_products(ds, slope, F).to(q_rows[0].dtype)
                         acc_k = add_product(ds if TRANSPOSED else ds.T, q_rows, acc_k, PRECISION)
         if column_sums is not None:
             first = flat_row(at.b, head.h, sizes.heads, span.start_k, sizes.size_k, F.VARLEN)

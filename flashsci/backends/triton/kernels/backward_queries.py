@@ -1,7 +1,7 @@
 """Backward by query tiles: dq; every sum has one owner, no atomics.
 
 Maths     P = e^(S - lse); dP = R (dO V^T); dS = P (dP - delta), delta = sum_d dO O - dlse; dQ = scale dS' K;
-          dBias = dS; dS' = dS times the softcap's slope, R = dropout's keep / (1 - p)
+          dS' = dS times the softcap's slope; dBias = dS, or dS' if the softcap bounds the bias, too; R = dropout's keep / (1 - p)
 Grid      as in forward.py
 Tiles     q, dO and the fp32 dq stay on chip, k and v stream: 3 products a tile
 Limits    with backward_keys.py 7 products, against 5 of a kernel that adds up dq with atomics: the price of determinism
@@ -23,7 +23,17 @@ from .chunks import (
 from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
-from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, scores, store_plane
+from .scores import (
+    alibi_of,
+    bias_of,
+    load_weights,
+    mask_of,
+    of_addends,
+    of_products,
+    probabilities,
+    scores,
+    store_plane,
+)
 from .tiles import key_step, key_steps, keys_of
 
 # The use of dS, in addition to dq and dk: stored unchanged (the bias has every dim), or summed over keys or queries.
@@ -90,12 +100,11 @@ def dq_kernel(
             dp = drop(dp, keep, mod)
             ds = p * (dp - row_delta[:, None])
             if BIAS_GRADIENT == STORE:
-                store_plane(dbias, i, j, span.len_k, ds, DBIAS_VECTOR)
+                store_plane(dbias, i, j, span.len_k, of_addends(ds, slope, F), DBIAS_VECTOR)
             if BIAS_GRADIENT == ROW_SUMS:
-                row_sums += tl.sum(ds, 1)
+                row_sums += tl.sum(of_addends(ds, slope, F), 1)
             if dq is not None:
-                if F.SOFTCAP:
-                    ds = ds * slope
+                ds = of_products(ds, slope, F)
                 acc = add_product(ds, k_rows, acc, PRECISION)
 
     if BIAS_GRADIENT == ROW_SUMS:

@@ -6,7 +6,7 @@ from flashsci.backends.triton.kernels.groups import Schedule
 from flashsci.backends.triton.kernels.map_keys import map_keys_kernel
 from flashsci.backends.triton.kernels.map_rows import map_rows_kernel
 from flashsci.backends.triton.launcher import Launch
-from flashsci.backends.triton.plans.dense import DensePlan, plan_of
+from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of
 from flashsci.call.ops import Scalars, Tensors
 
 #: The head dims that the kernels take: wider ones would spill.
@@ -42,8 +42,7 @@ def statistics(
         tensors: as the forward's raw op takes them, laid out, not empty; v is not read.
         lse: float32, contiguous.
     """
-    _, _, *options, _ = scalars
-    plan = plan_of(tensors[:3], tuple(tensors), 0, options)
+    plan = plan_of(tensors[:3], tuple(tensors), 0, options_of(scalars))
     rows = [torch.empty_like(lse) if wanted else None for wanted in (entropy, largest)]
     if entropy or largest:
         rows_launch(plan)(tuple(tensors), lse, *rows)
