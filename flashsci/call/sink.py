@@ -82,7 +82,8 @@ def _general(plan: Plan) -> Run:
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """out' [*, Hq, Sq, Dv] and lse' [*, Hq, Sq]; all derivatives are those of the formula."""
     share, whole = _share(lse, sink)
-    return (out * share.unsqueeze(-1)).to(out.dtype), whole
+    neither = (lse == -torch.inf) & (_column(sink, lse) == -torch.inf)  # sink nor keys: no derivative
+    return (out * share.unsqueeze(-1)).to(out.dtype), whole.masked_fill(neither, -torch.inf)
 
 
 def _in_place(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,8 @@ def capped_cases(seq_q, seq_k, prefix="", **fields):
     pair, sizes = {"bias": "pair", "bias_grad": True}, {"seq_q": seq_q, "seq_k": seq_k, "softcap": 2.0, **fields}
     of = {"softcap": True, "caps_bias": True, "lse_grad": True}
     yield f"{prefix}capped bias", case({**of, **pair}, bias_shape=(2, 2, seq_q, seq_k), bias_holes=True, **sizes)
+    yield f"{prefix}capped bias beside NaN", case({**of, **pair}, bias_shape=(2, 2, seq_q, seq_k - 1), bias_view="padded",
+                                                  **sizes | {"seq_k": seq_k - 1})  # fmt: skip
     yield (
         f"{prefix}capped bias shared by the batch",
         case({**of, **pair, "dtype": "bfloat16"}, bias_shape=(1, 2, seq_q, seq_k), **sizes),

@@ -220,6 +220,8 @@ def scores(
         s = tl.where(j - i <= span.shift + mod.right, s, float("-inf"))
     if WINDOW == 2:
         s = tl.where(j - i >= span.shift - mod.left, s, float("-inf"))
+    if F.CAPS_BIAS:  # the bias beyond the last key may be NaN
+        slope = tl.where(s == float("-inf"), 0.0, slope)
     return s, slope
 
 
