@@ -398,7 +398,9 @@ class Options(NamedTuple):
             window_right=index(self.window_right),
             lower_right=self.align == "lower_right",
             softcap=_static_sign(self.softcap) if static else float(self.softcap or 0.0),
-            caps_bias=bool(self.softcap) and self.softcap_at == "biased" and ("bias" in given or "alibi_slopes" in given),
+            caps_bias=bool(self.softcap)
+            and self.softcap_at == "biased"
+            and ("bias" in given or "alibi_slopes" in given),
             dropout_p=_static_sign(self.dropout_p) if static else float(self.dropout_p),
             return_lse=self.return_lse,
             deterministic=self.deterministic,

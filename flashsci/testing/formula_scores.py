@@ -124,7 +124,9 @@ class Scores:
         if softcap:  # no error of a score is larger than the cap
             spread = self.raw_abs.clamp(max=2 * softcap / (ROUNDINGS * internal))
         terms = spread + self.capped.abs()
-        if self.caps_bias and softcap:  # a number that stands for a mask is far beyond the cap, and its error without effect
+        if (
+            self.caps_bias and softcap
+        ):  # a number that stands for a mask is far beyond the cap, and its error without effect
             terms = torch.minimum(spread, self.raw_abs * self.steepest(softcap, internal)) + self.capped.abs()
         else:
             terms = terms + self.bias.abs() + self.alibi.abs()
