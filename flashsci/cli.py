@@ -67,6 +67,7 @@ FEATURES: dict[str, Problem] = {
     "ALiBi": replace(_PLAIN, alibi=True, requires_grad=True),
     "gradient of ALiBi slopes": replace(_PLAIN, alibi=True, alibi_grad=True, requires_grad=True),
     "attention sinks": replace(_PLAIN, sink=True, requires_grad=True),
+    "gate of pairs": replace(_PLAIN, given=("q", "k", "v", "pair_gate")),
     "packed sequences": _PACKED,
     "packed, with ragged bias": replace(_PACKED, **{**_PAIR, "bias_shape": (4, 1 << 14)}, ragged_bias=True),
     "paged KV cache": replace(_PACKED, varlen=False, paged=True, cache_dtype=torch.float16),

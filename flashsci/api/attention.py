@@ -53,6 +53,7 @@ def attention(
     mask: Tensor | BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    pair_gate: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str = "upper_left",
@@ -71,7 +72,7 @@ def attention(
     backend: str = "auto",
 ) -> Any:
     """Exact softmax attention, ``softmax(softcap(scale q k^T) + bias) v``, differentiable in q, k,
-    v, bias, key_weight, sink and lse.
+    v, bias, key_weight, sink, pair_gate and lse.
 
     Args:
         q: queries ``[..., Hq, Sq, D]``; float16, bfloat16, float32 or float64; float8_e4m3fn without
@@ -99,6 +100,9 @@ def attention(
         sink: ``[Hq]``, one more logit per head in the softmax, without a value: it takes its share of the probability
             from all keys. q's dtype or float32, -inf for none. Scale, softcap, bias and mask do not affect it. The
             lse includes it. A row with no key has out 0 and lse ``sink``.
+        pair_gate: multiplies the probabilities after the softmax, ``out = (P * pair_gate) v``, as edge features do in
+            graph transformers. Finite, of any sign, broadcastable to ``[..., Hq, Sq, Sk]``, q's dtype or float32. The
+            lse does not see it. Its gradient has its own shape. Second derivatives and forward mode hold all scores.
         causal: query i sees keys up to its own position.
         window: ``(left, right)``: query i sees keys from ``i - left`` to ``i + right``; None or -1
             is unbounded.
@@ -175,7 +179,7 @@ def attention(
     tiles: Tensor | None = None
     if mask is not None and isinstance(mask, BlockMask):
         tiles, mask = mask.tiles, mask.mask
-    if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
+    if dropout_seed is pair_gate is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)
         if not (bias is key_weight is mask is alibi_slopes is sink is None):
@@ -199,13 +203,15 @@ def attention(
         return on_shards(
             attention,
             {name: x for name, x in parts.items() if x is not None},
-            dict(dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype),
+            dict(pair_gate=pair_gate, dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype),
             causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at, return_lse=return_lse,
             deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
-    arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink)
+    arguments.check_types(
+        q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink, pair_gate=pair_gate
+    )  # fmt: skip
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        scaled = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink)
+        scaled = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink, pair_gate)
         options = arguments.Options.of(
             causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
         )
@@ -214,7 +220,7 @@ def attention(
         from flashsci.api.nested import attention as attend
 
         return attend(
-            q, k, v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink,
+            q, k, v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink, pair_gate=pair_gate,
             causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at,
             dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
@@ -223,14 +229,20 @@ def attention(
     )
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
-    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
-    given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes, sink)
+    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink, pair_gate)
+    given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes, sink, pair_gate)
+    tiles = tiles if pair_gate is None else None  # which its kernels do not read
     plan = _plan(given, options, needs_grad, backend, tiles is not None)
     if tiles is not None and not (plan.reads_tables and tables.belongs(tiles, given)):
         tiles = call = None
     # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     tensors = Tensors(q, k, v, bias, key_weight, mask, dropout_seed=dropout_seed, alibi_slopes=alibi_slopes, mask_tiles=tiles)  # fmt: skip
+    if pair_gate is not None:
+        from flashsci.api.gated import attend as attend_gated
+
+        out, lse = attend_gated(plan, tensors, pair_gate, sink)
+        return (out, lse) if return_lse else out
     call = as_given(call, *given, tiles)
     if plan.leading is None:
         out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
@@ -254,7 +266,7 @@ def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: s
     key = (
         *signature(*given),
         options,
-        needs_grad and gradients(given.bias, given.key_weight, given.alibi_slopes),
+        needs_grad and gradients(given.bias, given.key_weight, given.alibi_slopes, given.pair_gate),
         backends.requested(backend),
         rounds_products(q.dtype),
         tiled,

@@ -1,9 +1,10 @@
 """The specification as code: every feature in plain PyTorch, on any device and dtype, differentiable to any order.
 
     S = softcap(scale Q K^T) + bias - slope |i + shift - j|, masked; or softcap of that sum, masked
-    L = log(sum_j w e^S + e^sink);  P = w exp(S - L);  O = (P o R) V
+    L = log(sum_j w e^S + e^sink);  P = w exp(S - L);  O = (P o R o G) V
 
-Here R is the dropout keep mask divided by 1 - p, and w the key weights (1 without). Memory is O(Sq * Sk). In float64
+Here R is the dropout keep mask divided by 1 - p, w the key weights and G the gate of
+pairs (1 without). Memory is O(Sq * Sk). In float64
 this is the oracle of all tests. In a lower dtype it is "plain PyTorch in the same dtype", the baseline of the
 two-error rule.
 """
@@ -30,7 +31,7 @@ _OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
 READS = {
     kinds.ATTENTION: _ROWS
     | _OFFSETS
-    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink"},
+    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink", "pair_gate"},
     kinds.PAGED: frozenset(
         ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
     ),
@@ -202,6 +203,7 @@ def _dense_forward(
     sink: Tensor | None,
     scalars: Scalars,
     batch_offset: int = 0,
+    pair_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     scores, _ = _scores(q, k, bias, mask, alibi_slopes, scalars)
     # The maximum only guards the exponential: softmax does not depend on it, so gradients do not either.
@@ -238,6 +240,8 @@ def _dense_forward(
     if dropout_p:
         assert seed is not None
         p = torch.where(_keep(seed, dropout_p, scores, batch_offset), p / (1 - dropout_p), torch.zeros_like(p))
+    if pair_gate is not None:
+        p = p * pair_gate.to(p.dtype)
     return _product(p.to(v.dtype), per_query_head(v, q.shape[-3] if q.dim() > 2 else 1)), lse
 
 
@@ -344,17 +348,19 @@ class _Packed:
         return torch.cat([*parts, torch.zeros_like(whole.narrow(dim, 0, left))], dim)
 
 
-def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    tensors: Tensors, scalars: Scalars, sink: Tensor | None = None, pair_gate: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64).
 
-    Both are differentiable in q, k, v, bias, key_weight, alibi_slopes and sink [Hq]. (Other backends compute no sink:
-    flashsci/call/sink.py.)
+    Both are differentiable in q, k, v, bias, key_weight, alibi_slopes, sink [Hq] and, for dense calls, the gate of pairs.
+    (Other backends compute no sink: flashsci/call/sink.py.)
     """
     q, k, v, bias, key_weight = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight
     mask, seed, alibi = tensors.mask, tensors.dropout_seed, tensors.alibi_slopes
     cu_seqlens_q, cu_seqlens_k, bias_offsets = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.bias_offsets
     if cu_seqlens_q is None:
-        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars)
+        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars, pair_gate=pair_gate)
     else:
         assert cu_seqlens_k is not None
         packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)

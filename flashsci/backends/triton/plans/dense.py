@@ -221,9 +221,11 @@ class DensePlan:
         tiles_k = 1 if self.varlen else -(-self.size_k // arguments["BLOCK_N"])
         return self.split(arguments, tiles, tiles_k)
 
-    def split(self, arguments: dict, tiles: int, tiles_k: int) -> tuple[int, dict, int]:
-        """The same for tiles that cover a block of the bias."""
-        shape = self.bias_shape
+    def split(
+        self, arguments: dict, tiles: int, tiles_k: int, shape: tuple[int, ...] | None = None
+    ) -> tuple[int, dict, int]:
+        """The same for tiles that cover a block of the bias, or of another tensor of this shape."""
+        shape = self.bias_shape if shape is None else shape
         own = (1, 1, shape[0]) if self.ragged else (1, 1, 1, *shape[:-2])[-3:]
         full = (*self.lead, self.heads)
         shared = tuple(n // m for n, m in zip(full, own, strict=True))
