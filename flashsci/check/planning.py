@@ -65,7 +65,7 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
         only = DTYPE_OF.get(unit.rsplit("_")[-1])
         # Without features that these kernels refuse: a case that no backend serves shows nothing.
         served = [
-            replace(v, caps_bias=False)
+            replace(v, caps_bias=False, gate=None)
             for v in variants(1024 if many else 512) + variants(features=False)
             if not (v.dropout or v.key_weight or v.alibi or (v.varlen and v.bias))
             and only in (None, v.dtype)

@@ -16,8 +16,8 @@ from flashsci.testing.inputs import Inputs
 class Block:
     """One dense attention problem in fp64: the whole call, or one packed sequence.
 
-    q [*, Hq, Sq, D], k [*, Hk, Sk, D], v [*, Hk, Sk, Dv], dout as out, dlse [*, Hq, Sq]; bias, visible and keep
-    (dropout, already divided by 1 - p) broadcast to the scores [*, Hq, Sq, Sk].
+    q [*, Hq, Sq, D], k [*, Hk, Sk, D], v [*, Hk, Sk, Dv], dout as out, dlse [*, Hq, Sq]; bias, visible,
+    dropped (dropout, already divided by 1 - p) and gate broadcast to the scores [*, Hq, Sq, Sk].
     """
 
     q: Tensor
@@ -30,7 +30,8 @@ class Block:
     alibi: Tensor | None  # -slope |i + shift - j|, [*, Hq, Sq, Sk]
     sink: Tensor | None  # [Hq, 1, 1]
     visible: Tensor
-    keep: Tensor
+    dropped: Tensor
+    gate: Tensor | None
     scale: float
     softcap: float | None
     caps_bias: bool  # the softcap bounds scores with bias and ALiBi
@@ -38,6 +39,11 @@ class Block:
     tangents: dict[str, Tensor]  # "tq", "tk", "tv", "tbias" in the shapes of q, k, v, bias
     residual: bool = False  # scores are a result
     dscores: Tensor | None = None  # their gradient, [*, Hq, Sq, Sk]
+
+    @property
+    def keep(self) -> Tensor:
+        """The factor of P after the softmax, of any sign."""
+        return self.dropped if self.gate is None else self.dropped * self.gate
 
     def slot(self, name: str, whole: Tensor) -> Tensor:
         """This block's part of a result, a view of it."""
@@ -62,10 +68,10 @@ def visible_pairs(seq_q: int, seq_k: int, options: dict[str, Any], device: torch
 
 
 # The shapes of the tensors of the second order.
-_OWN = ("q", "k", "v", "bias", "key_weight", "sink")
+_OWN = ("q", "k", "v", "bias", "key_weight", "sink", "pair_gate")
 _LIKE = {
     **{f"g{name}": f"d{name}" for name in _OWN},
-    **{f"t{name}": f"d{name}" for name in _OWN[:-1]},
+    **{f"t{name}": f"d{name}" for name in _OWN if name != "sink"},
     "gdout": "out",
     "gdlse": "lse",
     "tout": "out",
@@ -109,7 +115,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         visible = visible if inputs.mask is None else visible & full(inputs.mask)
         place = _places(
             dict.fromkeys(("out", "lse", "scores", "dq", "dk", "dv"), heads)
-            | {"dbias": full, "dkey_weight": by_key, "dsink": lambda x: x}
+            | {"dbias": full, "dkey_weight": by_key, "dsink": lambda x: x, "dpair_gate": full}
         )
         yield Block(
             q,
@@ -123,6 +129,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             None if inputs.sink is None else inputs.sink[:, None, None],
             visible,
             keep(shape, 0),
+            None if inputs.pair_gate is None else full(inputs.pair_gate),
             scale,
             softcap,
             caps_bias,
@@ -166,6 +173,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
                 "dbias": bias_of,
                 "dkey_weight": weight_of,
                 "dsink": lambda x: x,
+                "dpair_gate": lambda x: x,  # packed calls have none
             }
         )
         alibi = inputs.alibi_slopes
@@ -184,6 +192,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             None if inputs.sink is None else inputs.sink[:, None, None],
             visible_pairs(*size, options, inputs.q.device),
             keep((inputs.q.shape[1], *size), n),
+            None,
             scale,
             softcap,
             caps_bias,

@@ -47,7 +47,7 @@ class ForwardFormula:
         self.mean_abs = row(s.p * self.scores_abs) + self.p_sink * self.sink_abs
         self.p_fine = s.p * (self.scores_abs + self.mean_abs) * near
         self.p_abs = s.p + self.precisions.tiny * s.visible
-        self.pr_abs, self.pr_fine = self.p_abs * b.keep, self.p_fine * b.keep
+        self.pr_abs, self.pr_fine = self.p_abs * b.keep.abs(), self.p_fine * b.keep.abs()
 
     def _store(self, formula: Formula) -> None:
         """Round P and out, and fill the formula's parts of out and lse."""
@@ -106,9 +106,9 @@ class ForwardFormula:
         self.pr_loose = self.out_loose = None
         if self.rows.p is None or self.rows.lse is None:
             return
-        self.pr_loose = self.rows.p * self.b.keep
+        self.pr_loose = self.rows.p * self.b.keep.abs()
         # Forward, P is normalised by its own sum: a mean of values.
-        most = self.out.abs() + self.b.keep.max() * self.v_abs.amax(-2, keepdim=True)
+        most = self.out.abs() + self.b.keep.abs().max() * self.v_abs.amax(-2, keepdim=True)
         self.out_loose = torch.minimum(self.pr_loose @ self.v_abs, 1.1 * most.detach())
         formula.loose = {"out": self.out_loose, "lse": self.rows.lse.squeeze(-1)}
 
@@ -177,7 +177,7 @@ class BackwardFormula:
         self.p = s.w * self.bare
         self.pr = self.rounded(self.p * b.keep)
         dlse = self.zero if b.dlse is None else b.dlse[..., None]
-        self.dp_abs = b.keep * (self.g_abs @ turn(f.v_abs))
+        self.dp_abs = b.keep.abs() * (self.g_abs @ turn(f.v_abs))
         self.dp = b.keep * (self.dout @ turn(f.v))
         self.delta_abs = row(self.g_abs * f.out_abs) + dlse.abs()
         self.delta = row(self.dout * f.out) - dlse
@@ -282,6 +282,7 @@ class Formula:
         self._rows_gradients(forward, backward)
         self._bias_gradient(backward)
         self._weight_gradient(forward, backward)
+        self._gate_gradient(forward, backward)
         if sink is not None:
             self._sink_gradient(forward, backward, sink)
         if b.tangents:
@@ -310,7 +311,7 @@ class Formula:
             per_key(turn(f.pr_abs + f.pr_fine) @ g.g_abs),
         )
         of_da = self.precisions.subnormal(g.da) + g.gone * g.u_abs
-        of_pr = self.precisions.subnormal(g.pr) + g.gone * b.keep
+        of_pr = self.precisions.subnormal(g.pr) + g.gone * b.keep.abs()
         self.subnormal |= {
             "dq": scale * (of_da @ k_abs),
             "dk": per_key(scale * (turn(of_da) @ q_abs)),
@@ -352,6 +353,18 @@ class Formula:
         parts = bare * (g.dp - g.delta), bare * g.u_abs, fine
         self._store("dkey_weight", *(per_weight(x) for x in parts))
 
+    def _gate_gradient(self, f: ForwardFormula, g: BackwardFormula) -> None:
+        b = self.b
+        if b.gate is None:
+            return
+        shape = b.gate.shape
+        value, size = b.dropped * (g.dout @ turn(f.v)), b.dropped * (g.g_abs @ turn(f.v_abs))
+        parts = g.p * value, g.p * size, (f.p_fine + g.p) * size
+        self._store("dpair_gate", *(x.sum_to_size(shape) for x in parts))
+        self.subnormal["dpair_gate"] = (g.gone * size).sum_to_size(shape)
+        if self.rows.p is not None:
+            self.loose["dpair_gate"] = (self.rows.p * size).sum_to_size(shape)
+
     def _share_of_sink(self, f: ForwardFormula, g: BackwardFormula) -> Sized:
         """P of the sink, a key without a value."""
         flushed = (f.p_sink < g.least_p) / self.precisions.internal
@@ -390,6 +403,7 @@ class Formula:
             p=Sized(g.p, f.p_abs, f.p_fine, self.rows.p),
             bare=Sized(g.bare, g.bare, g.bare_fine, self.bare_loose),
             keep=exact(b.keep),
+            dropped=exact(b.dropped),
             scale=b.scale,
             slope=slope,
             bend=bend,
@@ -406,8 +420,11 @@ class Formula:
             summed["gbias"] = lambda x: x.sum_to_size(shape)
         if b.key_weight is not None:
             summed["gkey_weight"] = heads.per_weight
+        if b.gate is not None:
+            of_gate = b.gate.shape
+            summed["gpair_gate"] = lambda x: x.sum_to_size(of_gate)
         for name, x in results.items():
-            if name in ("gbias", "gkey_weight") and name not in summed:
+            if name in ("gbias", "gkey_weight", "gpair_gate") and name not in summed:
                 continue
             x = x.map(summed[name]) if name in summed else x
             if x.loose is not None:

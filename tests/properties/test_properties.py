@@ -39,7 +39,7 @@ def served(pool, backend):
     """Without what a backend always refuses: refusals are discarded examples, and few may be."""
     if backend in ("reference", "triton"):
         return pool
-    pool = [replace(v, caps_bias=False) for v in pool if not (v.dropout or v.alibi)]
+    pool = [replace(v, caps_bias=False, gate=None) for v in pool if not (v.dropout or v.alibi)]
     if backend == "sdpa":
         return [v for v in pool if not (v.softcap or v.lse_grad or v.sink)]
     pool = [v for v in pool if not v.key_weight]

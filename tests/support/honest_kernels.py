@@ -55,6 +55,8 @@ def flash_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
         found["dkey_weight"] = torch.zeros(inputs.key_weight.shape, dtype=inputs.key_weight.dtype)
     if inputs.sink is not None:
         found["dsink"] = torch.zeros(inputs.sink.shape)
+    if inputs.pair_gate is not None:
+        found["dpair_gate"] = torch.zeros(inputs.pair_gate.shape, dtype=inputs.pair_gate.dtype)
     for block in blocks(inputs.to(torch.float32)):
         results = _block(block, dtype, wrong)
         for name, whole in found.items():
@@ -214,6 +216,9 @@ def _block(b, dtype, wrong):
     if b.sink is not None:
         of_sink = torch.where(lse == -math.inf, 0.0, torch.exp(b.sink - lse))
         results["dsink"] = -(of_sink * delta).movedim(-3, 0).flatten(1).sum(1)
+    if b.gate is not None:
+        of_gate = p * b.dropped * (b.dout @ turn(v))
+        results["dpair_gate"] = of_gate.sum_to_size(b.gate.shape)
     if b.key_weight is not None:
         results["dkey_weight"] = terms.sum_to_size(b.key_weight.shape)
     ds = of_products

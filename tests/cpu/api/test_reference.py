@@ -52,6 +52,8 @@ def test_dense_against_row_by_row(part):
             del options["dropout_p"]
         if inputs.sink is not None:
             leaves["sink"] = inputs.sink.requires_grad_()
+        if inputs.pair_gate is not None:
+            leaves["pair_gate"] = inputs.pair_gate.requires_grad_()
         slopes = inputs.alibi_slopes
         out, lse = naive(**leaves, mask=inputs.mask, alibi_slopes=slopes, **options)
         written = {"out": out.detach(), "lse": lse.detach()}
@@ -116,6 +118,10 @@ FEATURES = {
     "softcap of biased scores": {
         "bias_shape": (2, 3, 4), "bias_holes": True, "softcap": 1.5,
         "variant": Variant(bias="pair", bias_grad=True, softcap=True, caps_bias=True),
+    },
+    "gate of pairs": {"gate_shape": (1, 3, 4), "variant": Variant(gate="inputs")},
+    "gate of pairs, dropout": {
+        "gate_shape": (2, 3, 4), "dropout_p": 0.5, "variant": Variant(gate="inputs", dropout=True)
     },
     "bias with -inf": {
         "bias_shape": (2, 3, 4), "bias_holes": True, "variant": Variant(bias="pair", bias_grad=True)
