@@ -18,9 +18,8 @@ from flashsci.call import recompute
 from flashsci.call.gate_ops import NEED_GATE, GatedKernels
 from flashsci.call.ops import Saved, Scalars, Tangents, Tensors, follow_layout, raised, with_rank
 from flashsci.call.plans import Plan
-from flashsci.call.sink import with_sink
+from flashsci.call.sink import in_place, sink_gradient
 from flashsci.call.torch_state import count_flops, transforming
-from flashsci.choice import backends
 
 _TENSORS, _LEAVES = len(Tensors._fields), len(Tangents._fields)
 
@@ -43,11 +42,10 @@ def attend(plan: Plan, tensors: Tensors, gate: Tensor, sink: Tensor | None) -> t
     tensors, full = raised(tensors, rank), with_rank(gate, rank)
     assert full is not None
     if plan.module.FUSED and not transforming():
-        tensors = tensors.inner_contiguous()
-        kernels = plan.module.gated.OPS
-        out, lse = Gated.apply(kernels, plan.scalars, full, *tensors)
-        if sink is not None:
-            out, lse = with_sink(out, lse, sink)
+        given = tensors.inner_contiguous()
+        out, lse = Gated.apply(plan.module.gated.OPS, plan.scalars, sink, full, *given)
+    elif plan.module.FUSED:
+        out, lse = _in_fp32(tensors, plan.scalars, sink, full)
     else:
         out, lse = reference.forward(tensors, plan.scalars, sink, full)
     out = follow_layout(out, tensors.q)
@@ -56,66 +54,75 @@ def attend(plan: Plan, tensors: Tensors, gate: Tensor, sink: Tensor | None) -> t
     return out, lse
 
 
+def _in_fp32(tensors: Tensors, scalars: Scalars, sink: Tensor | None, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """The reference as kernels compute: scores and P of 16-bit tensors in fp32."""
+    wide = [x.float() if x is not None and x.is_floating_point() else x for x in tensors]
+    with torch.autocast(tensors.q.device.type, enabled=False):
+        out, lse = reference.forward(Tensors(*wide), scalars, sink, gate)
+    return out.to(tensors.q.dtype), lse
+
+
 class Gated(torch.autograd.Function):
     """out, lse of gated attention.
 
-    Kernels compute a plain backward. A backward that is recorded for a derivative of its own goes through the reference.
+    Kernels compute a plain backward from out and lse with the sink (flashsci/call/sink.py). A backward that is recorded for a
+    derivative of its own goes through the reference.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, kernels: GatedKernels, scalars: Scalars, gate: Tensor, *given: Tensor | None
+        ctx: Any, kernels: GatedKernels, scalars: Scalars, sink: Tensor | None, gate: Tensor, *given: Any
     ) -> tuple[Tensor, Tensor]:
-        out, lse = kernels.forward(Tensors(*given), gate, scalars)  # type: ignore[arg-type]
+        out, lse = kernels.forward(Tensors(*given), gate, scalars)
+        if sink is not None:
+            out, lse = in_place(out, lse, sink)
         ctx.set_materialize_grads(False)
         ctx.kernels, ctx.scalars = kernels, scalars
-        ctx.save_for_backward(gate, *given, out, lse)
+        ctx.save_for_backward(sink, gate, *given, out, lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        gate, *given, out, lse = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2 : 3 + _LEAVES]
-        none = (None,) * (_TENSORS - _LEAVES)
+        sink, gate, *given, out, lse = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2 : 4 + _LEAVES]
         if dout is None and dlse is None:
-            return (None, None, *(None,) * len(wanted), *none)
-        if torch.is_grad_enabled() or transforming():
-            found = _recorded(ctx.scalars, gate, given, wanted, dout, dlse)
+            found: list[Tensor | None] = [None] * len(wanted)
+        elif torch.is_grad_enabled() or transforming():
+            found = _recorded(ctx.scalars, (sink, gate, *given), wanted, dout, dlse)
         else:
-            found = _by_kernels(ctx, gate, given, wanted, dout, dlse, out, lse)
-        return (None, None, *found, *none)
+            saved = Saved(Tensors(*given).inner_contiguous(), out, lse, ctx.scalars)
+            found = _by_kernels(ctx.kernels, sink, gate, saved, wanted, dout, dlse)
+        return (None, None, *found, *(None,) * (_TENSORS - _LEAVES))
 
 
 def _by_kernels(
-    ctx: Any,
+    kernels: GatedKernels,
+    sink: Tensor | None,
     gate: Tensor,
-    given: Sequence[Any],
+    saved: Saved,
     wanted: Sequence[bool],
     dout: Tensor | None,
     dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
 ) -> list[Tensor | None]:
-    """Gradients of the gate, then of the leaves, None where not wanted."""
-    of_gate, *of_leaves = wanted
+    """Gradients of the sink, the gate and the leaves, None where not wanted."""
+    of_sink, of_gate, *of_leaves = wanted
     need = sum(1 << i for i, want in enumerate(of_leaves) if want) | (NEED_GATE if of_gate else 0)
-    saved = Saved(Tensors(*given).inner_contiguous(), out, lse, ctx.scalars)
-    *leaves, dgate = ctx.kernels.backward(dout, dlse, saved, gate, need)
-    return [dgate if of_gate else None, *(x if want else None for x, want in zip(leaves, of_leaves, strict=True))]
+    *leaves, dgate = kernels.backward(dout, dlse, saved, gate, need)
+    dsink = None
+    if of_sink:
+        assert sink is not None
+        dsink = sink_gradient(dout, dlse, saved.out, saved.lse, sink)
+    rows = (x if want else None for x, want in zip(leaves, of_leaves, strict=True))
+    return [dsink, dgate if of_gate else None, *rows]
 
 
 def _recorded(
-    scalars: Scalars,
-    gate: Tensor,
-    given: Sequence[Any],
-    wanted: Sequence[bool],
-    dout: Tensor | None,
-    dlse: Tensor | None,
+    scalars: Scalars, given: Sequence[Any], wanted: Sequence[bool], dout: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
-    """The same with gradients of their own."""
-    leaves, others = given[:_LEAVES], given[_LEAVES:]
+    """The same with gradients of their own. ``given``: sink, gate, and the fields of Tensors."""
+    count = len(wanted)
 
-    def compute(gate: Tensor, *leaves: Any) -> tuple[Tensor, Tensor]:
-        return reference.forward(Tensors(*leaves, *others), scalars, None, gate)
+    def compute(sink: Tensor | None, gate: Tensor, *leaves: Any) -> tuple[Tensor, Tensor]:
+        return _in_fp32(Tensors(*leaves, *given[count:]), scalars, sink, gate)
 
-    return recompute.gradients(compute, [gate, *leaves], wanted, (dout, dlse))
+    return recompute.gradients(compute, given[:count], wanted, (dout, dlse))
