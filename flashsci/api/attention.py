@@ -211,7 +211,9 @@ def attention(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink, pair_gate=pair_gate
     )  # fmt: skip
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        scaled = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink, pair_gate)
+        scaled = fp8.FP8Options(
+            q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink, pair_gate
+        )
         options = arguments.Options.of(
             causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
         )
@@ -241,8 +243,8 @@ def attention(
     if pair_gate is not None:
         from flashsci.api.gated import attend as attend_gated
 
-        out, lse = attend_gated(plan, tensors, pair_gate, sink)
-        return (out, lse) if return_lse else out
+        found = attend_gated(plan, tensors, pair_gate, sink)
+        return found if return_lse else found[0]
     call = as_given(call, *given, tiles)
     if plan.leading is None:
         out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)

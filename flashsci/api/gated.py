@@ -56,7 +56,7 @@ def attend(plan: Plan, tensors: Tensors, gate: Tensor, sink: Tensor | None) -> t
 
 def _in_fp32(tensors: Tensors, scalars: Scalars, sink: Tensor | None, gate: Tensor) -> tuple[Tensor, Tensor]:
     """The reference as kernels compute: scores and P of 16-bit tensors in fp32."""
-    wide = [x.float() if x is not None and x.is_floating_point() else x for x in tensors]
+    wide: list[Any] = [x.float() if x is not None and x.is_floating_point() else x for x in tensors]
     with torch.autocast(tensors.q.device.type, enabled=False):
         out, lse = reference.forward(Tensors(*wide), scalars, sink, gate)
     return out.to(tensors.q.dtype), lse

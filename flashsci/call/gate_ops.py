@@ -38,9 +38,7 @@ _CALL = arguments(Tensors, Gate)
 _SCALARS = arguments(Scalars)
 _FORWARD = f"({_CALL}, {_SCALARS}) -> (Tensor out, Tensor lse)"
 _GRADIENTS = ", ".join(f"Tensor d{name}" for name in (*Tangents._fields, *Gate._fields))
-_BACKWARD = (
-    f"(Tensor? dout, Tensor? dlse, {_CALL}, Tensor out, Tensor lse, {_SCALARS}, int need) -> ({_GRADIENTS})"
-)
+_BACKWARD = f"(Tensor? dout, Tensor? dlse, {_CALL}, Tensor out, Tensor lse, {_SCALARS}, int need) -> ({_GRADIENTS})"
 _N = len(Tensors._fields)
 
 

@@ -34,7 +34,9 @@ class Variant:
     caps_bias: bool = False  # the softcap bounds scores with bias and ALiBi
     gate: str | None = None  # a factor of P: as key_weight
     flipped: bool = False  # a scale of zero or less, which no kernel makes part of an exponent
-    tangents: str = ""  # second order: which of "qkvbwg" (bias, key_weight, gate) have tangents, their gradients cotangents
+    tangents: str = (
+        ""  # second order: which of "qkvbwg" (bias, key_weight, gate) have tangents, their gradients cotangents
+    )
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -33,7 +33,12 @@ def scores_tensors(rows):
 
 def dense():
     needed = {"q": wide(2, 3, 2), "k": wide(2, 4, 2), "v": wide(2, 4, 2)}
-    rows = {"bias": wide(2, 3, 4), "key_weight": wide(2, 4).abs(), "mask": torch.rand(3, 4) > 0.3, "pair_gate": wide(2, 3, 4)}
+    rows = {
+        "bias": wide(2, 3, 4),
+        "key_weight": wide(2, 4).abs(),
+        "mask": torch.rand(3, 4) > 0.3,
+        "pair_gate": wide(2, 3, 4),
+    }
     return needed, scores_tensors(rows)
 
 

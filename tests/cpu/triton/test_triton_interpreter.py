@@ -68,7 +68,10 @@ def gated_cases():
     pair = {"bias": "pair", "bias_grad": True}
     yield "gate", case(of, gate_shape=own, **sizes)
     yield "gate, fp16", case({**of, "dtype": "float16", "gate": "inputs"}, gate_shape=own, gate_view="padded", **sizes)
-    yield "gate of all heads, bf16", case({**of, "dtype": "bfloat16"}, gate_shape=(2, 1, 40, 37), gate_view="linear", **sizes)
+    yield (
+        "gate of all heads, bf16",
+        case({**of, "dtype": "bfloat16"}, gate_shape=(2, 1, 40, 37), gate_view="linear", **sizes),
+    )
     yield (
         "gate, causal, dropout, key weights",
         case(
@@ -79,7 +82,10 @@ def gated_cases():
     yield "gate and a bias", case({**of, **pair}, gate_shape=shared, bias_shape=own, bias_holes=True, **sizes)
     yield "gate and a shared bias", case({**of, **pair, "softcap": True, "caps_bias": True}, softcap=2.0, gate_shape=own,
                                          bias_shape=(2, 1, 40, 37), **sizes)  # fmt: skip
-    yield "gate and a bias of keys", case({**of, "bias": "key", "bias_grad": True}, gate_shape=own, bias_shape=(2, 1, 1, 37), **sizes)
+    yield (
+        "gate and a bias of keys",
+        case({**of, "bias": "key", "bias_grad": True}, gate_shape=own, bias_shape=(2, 1, 1, 37), **sizes),
+    )
     yield "gate and a bias of queries", case({**of, **pair}, gate_shape=own, bias_shape=(2, 1, 40, 1), **sizes)
     yield "gate of keys", case(of, gate_shape=(2, 1, 1, 37), **sizes)
     yield "gate of queries", case(of, gate_shape=(40, 1), **sizes)

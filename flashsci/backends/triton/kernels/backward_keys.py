@@ -128,7 +128,9 @@ def dkdv_tile_of(
                 dout_rows = load_chunks(dout_tile, dout_strides, rows_left, sizes.head_dim_v, BLOCK_M, V, True)
                 keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)
                 if dv is not None:
-                    kept = gated(drop(p, keep, mod), of_head, i, j, span, GATE_VECTOR, TRANSPOSED).to(dout_rows[0].dtype)
+                    kept = gated(drop(p, keep, mod), of_head, i, j, span, GATE_VECTOR, TRANSPOSED).to(
+                        dout_rows[0].dtype
+                    )
                     acc_v = add_product(kept if TRANSPOSED else kept.T, dout_rows, acc_v, PRECISION)
                 if dk is not None or column_sums is not None or weight_sums is not None:
                     row_delta = load_row(delta + statistics + i, inside, 0.0, TRANSPOSED)

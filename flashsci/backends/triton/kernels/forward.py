@@ -65,7 +65,24 @@ def forward_kernel(
         row_max = row_max * LN2
         if tl.max((row_sum != row_sum).to(tl.int32), 0) > 0:  # scores are huge (or NaN)
             row_max, row_sum, acc = attend(
-                q_rows, None, i0, at, span, inputs, strides, sizes, mod, F, D, V, False, PRECISION, BLOCK_M, AGAIN_N, 0, True
+                q_rows,
+                None,
+                i0,
+                at,
+                span,
+                inputs,
+                strides,
+                sizes,
+                mod,
+                F,
+                D,
+                V,
+                False,
+                PRECISION,
+                BLOCK_M,
+                AGAIN_N,
+                0,
+                True,
             )
             finish(lse_rows, out_tile, out_strides, i, span, rows_left, sizes, mod, row_max, row_sum, acc, V, BLOCK_M)
             return
