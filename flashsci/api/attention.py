@@ -147,14 +147,14 @@ def attention(
         BackendError: the backend asked for cannot serve the call; its message says which backends can.
 
     Under autocast q, k and v are cast as SDPA casts them; the bias is never cast. Jagged nested tensors ``[B, H, j,
-    D]`` are accepted as in SDPA, without bias or mask. Values outside the tensors never matter. NaN in k or v at
+    D]`` are accepted as in SDPA, without bias, mask or pair_gate. Values outside the tensors never matter. NaN in k or v at
     masked positions is unspecified.
 
     DTensors may be ``Shard`` of the batch or the heads, or ``Replicate``: each rank computes its part, and nothing is
     moved. Results are placed as q is. For a sequence that is split there is :func:`flashsci.distributed.attention`.
 
     float8_e4m3fn q, k, v are for inference, with causal, window, align, scale, softcap and grouped heads; bias, mask,
-    key_weight, alibi_slopes, sink and dropout are refused. Both products are of 8-bit floats, so P is rounded to 1
+    key_weight, alibi_slopes, sink, pair_gate and dropout are refused. Both products are of 8-bit floats, so P is rounded to 1
     part in 16 as well; docs/guide/fp8.md has the errors. autocast does not change the tensors.
 
     Examples:
