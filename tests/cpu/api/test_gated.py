@@ -140,7 +140,7 @@ def test_who_computes_it():
     gate = torch.randn(9, 11)
     found = flashsci.explain(q, k, v, pair_gate=gate)
     assert found.chosen in BACKENDS and "pair_gate" in found.reasons["sdpa"] and found.reasons["triton"] is None
-    with pytest.raises(flashsci.BackendError, match="do not read pair_gate.*'reference' or 'triton' can"):
+    with pytest.raises(flashsci.BackendError, match=r"do not read pair_gate.*'reference' or 'triton' can"):
         flashsci.attention(q, k, v, pair_gate=gate, backend="sdpa")
 
 
@@ -148,9 +148,9 @@ def test_refusals():
     q, k, v = (x.detach() for x in drawn(2))
     with pytest.raises(ValueError, match=r"pair_gate of shape \[3, 11\] does not broadcast"):
         flashsci.attention(q, k, v, pair_gate=torch.randn(3, 11))
-    with pytest.raises(TypeError, match="pair_gate is a bool tensor; a bool pattern goes in mask="):
+    with pytest.raises(TypeError, match=r"pair_gate is a bool tensor; a bool pattern goes in mask="):
         flashsci.attention(q, k, v, pair_gate=torch.ones(9, 11, dtype=torch.bool))
-    with pytest.raises(TypeError, match="pair_gate must be a torch.Tensor or None"):
+    with pytest.raises(TypeError, match=r"pair_gate must be a torch\.Tensor or None"):
         flashsci.attention(q, k, v, pair_gate=1.0)
     eight = [x.to(torch.float8_e4m3fn) for x in (q, k, v.repeat(1, 1, 1, 2))]
     with pytest.raises((ValueError, flashsci.BackendError), match="pair_gate"):
