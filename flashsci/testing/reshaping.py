@@ -37,6 +37,7 @@ def with_members(choices: Choices, case: Case) -> Case:
         seq_k=seq_k,
         bias_shape=bias,
         bias_view=choices.one_of(("contiguous", "linear", "padded")),
+        weight_shape=case.weight_shape and (seq_k,),
         gate_shape=(seq_q, seq_k) if case.variant.gate else None,
         mask_shape=mask if masked else None,
         mask_kind=choices.one_of(("keys", "random")) if masked else "random",
