@@ -145,7 +145,7 @@ FEATURES = {
 
 
 def differentiable(fields, backend, with_lse):
-    """A function of (q, k, v[, bias]) and its fp64 leaves; -inf rows of the lse left out."""
+    """A function of (q, k, v[, bias][, pair_gate]) and its fp64 leaves; -inf rows of the lse left out."""
     from flashsci.testing import Case
 
     variant = replace(fields.get("variant", Variant()), dtype="float64", head_dim=3, head_dim_v=2)
@@ -157,13 +157,18 @@ def differentiable(fields, backend, with_lse):
         # Entries of -inf have no finite differences: hold them fixed.
         holes = torch.isinf(inputs.bias)
         leaves.append(torch.where(holes, torch.zeros_like(inputs.bias), inputs.bias).requires_grad_())
+    if inputs.pair_gate is not None:
+        leaves.append(inputs.pair_gate.requires_grad_())
 
-    def call(q, k, v, bias=None):
+    def call(q, k, v, *others):
+        bias = others[0] if inputs.bias is not None else None
         if bias is not None:
             bias = torch.where(holes, -torch.inf, bias)
         options = dict(inputs.options, bias=bias, backend=backend, return_lse=with_lse)
         if inputs.dropout_seed is not None:
             options["dropout_seed"] = inputs.dropout_seed
+        if inputs.pair_gate is not None:
+            options["pair_gate"] = others[-1]
         if case.variant.varlen:
             found = flashsci.varlen_attention(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **options)
         else:

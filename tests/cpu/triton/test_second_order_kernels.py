@@ -143,6 +143,17 @@ for prefix, seq_q, seq_k, sizes in (("", 40, 37, {}), ("short, ", 17, 23, SHORT)
 CASES["packed, capped bias of pairs"] = case(
     {"varlen": True, **CAPPED, **PAIR}, softcap=2.0, bias_shape=(2, PAIRS), **PACKED
 )
+# A gate of pairs: kernels forward and in first derivatives, the reference in fp32 beyond.
+GATE = {"gate": "float", "lse_grad": True, "tangents": "qkvg"}
+CASES |= {
+    "gate": case(GATE, gate_shape=(2, 2, 40, 37)),
+    "gate, bf16": case({**GATE, "dtype": "bfloat16", "gate": "inputs"}, gate_shape=(1, 2, 40, 37), gate_view="linear"),
+    "gate and everything": case(
+        {**GATE, **PAIR, **WEIGHT, "softcap": True, "caps_bias": True, "dropout": True, "tangents": "qkvbwg"},
+        softcap=2.0, dropout_p=0.2, bias_shape=(2, 1, 40, 37), weight_shape=(2, 1, 37), gate_shape=(2, 1, 40, 37),
+    ),
+    "tangents of the gate": case({**GATE, "tangents": "g"}, gate_shape=(2, 40, 1)),
+}  # fmt: skip
 # Absent tangents, each in the large kernels and in the one for short sequences.
 for some in ("w", "qw", "vw"):
     variant = {**WEIGHT, "softcap": True, "tangents": some}
@@ -160,7 +171,7 @@ QUICK = {
     "fp32", "bf16", "odd head dims", "two chunks", "one key", "no keys", "no queries", "causal, lower right", "window",
     "softcap and bias", "dropout", "full bias", "bias shared by heads", "mask", "nothing visible", "packed",
     "packed, bias of pairs", "short", "short, full bias", "packed, short", "key weights", "key weights and a shared bias",
-    "short, key weights", "ALiBi", "tangents of qvb", "short, tangents of k", "capped bias, shared", "short, capped bias",
+    "short, key weights", "ALiBi", "tangents of qvb", "short, tangents of k", "capped bias, shared", "short, capped bias", "gate and everything",
 }  # fmt: skip
 
 
@@ -183,7 +194,7 @@ def test_named(name):
 WIDE = {
     name: replace(x, variant=replace(x.variant, dtype="float32", head_dim=130, head_dim_v=24))
     for name, x in CASES.items()
-    if not x.variant.varlen
+    if not (x.variant.varlen or x.variant.gate)
 }
 
 
