@@ -380,7 +380,7 @@ class Options(NamedTuple):
             float(self.dropout_p) if self.dropout_p else 0.0,
             self.precision or "default",
             self.deterministic,
-            bool(softcap) and self.softcap_at == "biased",
+            self.softcap_at == "biased" and _static_sign(softcap) > 0,
         )
 
     def features(self, tensors: Mapping[str, Tensor | None], needs_grad: bool) -> dict[str, Any]:
@@ -389,6 +389,7 @@ class Options(NamedTuple):
         bias, key_weight = tensors.get("bias"), tensors.get("key_weight")
         # A compiler may keep floats symbolic; it is enough to know whether there is a softcap or dropout.
         static = torch.compiler.is_compiling()
+        softcap = _static_sign(self.softcap) if static else float(self.softcap or 0.0)
         # A compiler's tensors do not show the derivatives that transforms want. A backend must know of weights with a
         # sink.
         hidden = static and "key_weight" in given and "sink" in given and transforming()
@@ -397,10 +398,8 @@ class Options(NamedTuple):
             window_left=index(self.window_left),
             window_right=index(self.window_right),
             lower_right=self.align == "lower_right",
-            softcap=_static_sign(self.softcap) if static else float(self.softcap or 0.0),
-            caps_bias=bool(self.softcap)
-            and self.softcap_at == "biased"
-            and ("bias" in given or "alibi_slopes" in given),
+            softcap=softcap,
+            caps_bias=softcap > 0 and self.softcap_at == "biased" and ("bias" in given or "alibi_slopes" in given),
             dropout_p=_static_sign(self.dropout_p) if static else float(self.dropout_p),
             return_lse=self.return_lse,
             deterministic=self.deterministic,
