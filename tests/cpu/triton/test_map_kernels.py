@@ -18,8 +18,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU test
 WANTED = Reductions(entropy=True, largest_score=True, key_sum=True)
 
 
-def by_kernels(q, k, lse, *, wanted=WANTED, causal=False, window=None, align="upper_left", softcap=None, **tensors):
-    options = arguments.Options.of(causal, window, align, None, softcap, 0.0, True, False, None)
+def by_kernels(
+    q, k, lse, *, wanted=WANTED, causal=False, window=None, align="upper_left", softcap=None, softcap_at="scores", **tensors
+):  # fmt: skip
+    options = arguments.Options.of(causal, window, align, None, softcap, 0.0, True, False, None, softcap_at)
     return fused(MapTensors(q, k, lse, **tensors), options.scalars(q.shape[-1]), wanted)
 
 
