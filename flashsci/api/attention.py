@@ -53,11 +53,13 @@ def attention(
     mask: Tensor | BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    pair_gate: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str = "upper_left",
     scale: float | None = None,
     softcap: float | None = None,
+    softcap_at: str = "scores",
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
@@ -70,7 +72,7 @@ def attention(
     backend: str = "auto",
 ) -> Any:
     """Exact softmax attention, ``softmax(softcap(scale q k^T) + bias) v``, differentiable in q, k,
-    v, bias, key_weight, sink and lse.
+    v, bias, key_weight, sink, pair_gate and lse.
 
     Args:
         q: queries ``[..., Hq, Sq, D]``; float16, bfloat16, float32 or float64; float8_e4m3fn without
@@ -99,6 +101,9 @@ def attention(
         sink: ``[Hq]``, one more logit per head in the softmax, without a value: it takes its share of the probability
             from all keys. q's dtype or float32, -inf for none. Scale, softcap, bias and mask do not affect it. The
             lse includes it. A row with no key has out 0 and lse ``sink``.
+        pair_gate: multiplies the probabilities after the softmax, ``out = (P * pair_gate) v``, as edge features do in
+            graph transformers. Finite, of any sign, broadcastable to ``[..., Hq, Sq, Sk]``, q's dtype or float32. The
+            lse does not see it. Its gradient has its own shape. Second derivatives and forward mode hold all scores.
         causal: query i sees keys up to its own position.
         window: ``(left, right)``: query i sees keys from ``i - left`` to ``i + right``; None or -1
             is unbounded.
@@ -107,8 +112,12 @@ def attention(
         scale: factor of q k^T; default ``1 / sqrt(D)``. It is a number, as softcap and dropout_p are. Multiply q by a
             learned temperature: q keeps its gradient. Kernels apply the scale to q k^T, which must be finite in
             float32 by itself: 1e37 is safe. The sum of ``abs(v)`` over the keys may be 1e30.
-        softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0 for none. A softcap
-            of ``2**100 * abs(scale)`` or more counts as none.
+        softcap: bounds scores to ``softcap * tanh(scores / softcap)``; None or 0 for none. A softcap of
+            ``2**100 * abs(scale)`` or more counts as none.
+        softcap_at: the scores that the softcap bounds: "scores", ``scale q k^T`` before bias and ALiBi (as flash-attn,
+            Gemma), or "biased", their sum (as AlphaGenome, x-transformers). mask, causal and window hide keys after it.
+            Under "biased" a large negative number in the bias becomes ``-softcap``, and its key stays visible; -inf
+            hides it.
         dropout_p: probability of dropping an entry of P, in [0, 1).
         dropout_seed: int64 tensor [2] (seed, offset) on q's device; None draws one from torch's
             generator. Every backend drops the same entries: see :func:`flashsci.dropout_mask`.
@@ -140,14 +149,14 @@ def attention(
         BackendError: the backend asked for cannot serve the call; its message says which backends can.
 
     Under autocast q, k and v are cast as SDPA casts them; the bias is never cast. Jagged nested tensors ``[B, H, j,
-    D]`` are accepted as in SDPA, without bias or mask. Values outside the tensors never matter. NaN in k or v at
+    D]`` are accepted as in SDPA, without bias, mask or pair_gate. Values outside the tensors never matter. NaN in k or v at
     masked positions is unspecified.
 
     DTensors may be ``Shard`` of the batch or the heads, or ``Replicate``: each rank computes its part, and nothing is
     moved. Results are placed as q is. For a sequence that is split there is :func:`flashsci.distributed.attention`.
 
     float8_e4m3fn q, k, v are for inference, with causal, window, align, scale, softcap and grouped heads; bias, mask,
-    key_weight, alibi_slopes, sink and dropout are refused. Both products are of 8-bit floats, so P is rounded to 1
+    key_weight, alibi_slopes, sink, pair_gate and dropout are refused. Both products are of 8-bit floats, so P is rounded to 1
     part in 16 as well; docs/guide/fp8.md has the errors. autocast does not change the tensors.
 
     Examples:
@@ -172,7 +181,7 @@ def attention(
     tiles: Tensor | None = None
     if mask is not None and isinstance(mask, BlockMask):
         tiles, mask = mask.tiles, mask.mask
-    if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
+    if dropout_seed is pair_gate is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)
         if not (bias is key_weight is mask is alibi_slopes is sink is None):
@@ -181,7 +190,7 @@ def attention(
         again, call = repeated(
             entry,
             seen,
-            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision),
+            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at),
             window,
             backend,
         )
@@ -196,38 +205,48 @@ def attention(
         return on_shards(
             attention,
             {name: x for name, x in parts.items() if x is not None},
-            dict(dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype),
-            causal=causal, window=window, align=align, scale=scale, softcap=softcap, return_lse=return_lse,
+            dict(pair_gate=pair_gate, dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype),
+            causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at, return_lse=return_lse,
             deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
-    arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink)
+    arguments.check_types(
+        q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink, pair_gate=pair_gate
+    )  # fmt: skip
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        scaled = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink)
+        scaled = fp8.FP8Options(
+            q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink, pair_gate
+        )
         options = arguments.Options.of(
-            causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+            causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
         )
         return fp8.dense(q, k, v, scaled, options, backend)
     if q.is_nested:
         from flashsci.api.nested import attention as attend
 
         return attend(
-            q, k, v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink,
-            causal=causal, window=window, align=align, scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
-            deterministic=deterministic, precision=precision, backend=backend,
+            q, k, v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink, pair_gate=pair_gate,
+            causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at,
+            dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
     options = arguments.Options.of(
-        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
     )
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
-    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
-    given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes, sink)
+    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink, pair_gate)
+    given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes, sink, pair_gate)
+    tiles = tiles if pair_gate is None else None  # which its kernels do not read
     plan = _plan(given, options, needs_grad, backend, tiles is not None)
     if tiles is not None and not (plan.reads_tables and tables.belongs(tiles, given)):
         tiles = call = None
     # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     tensors = Tensors(q, k, v, bias, key_weight, mask, dropout_seed=dropout_seed, alibi_slopes=alibi_slopes, mask_tiles=tiles)  # fmt: skip
+    if pair_gate is not None:
+        from flashsci.api.gated import attend as attend_gated
+
+        found = attend_gated(plan, tensors, pair_gate, sink)
+        return found if return_lse else found[0]
     call = as_given(call, *given, tiles)
     if plan.leading is None:
         out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
@@ -251,7 +270,7 @@ def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: s
     key = (
         *signature(*given),
         options,
-        needs_grad and gradients(given.bias, given.key_weight, given.alibi_slopes),
+        needs_grad and gradients(given.bias, given.key_weight, given.alibi_slopes, given.pair_gate),
         backends.requested(backend),
         rounds_products(q.dtype),
         tiled,

@@ -66,6 +66,7 @@ def attention_backward(
     align: str = "upper_left",
     scale: float | None = None,
     softcap: float | None = None,
+    softcap_at: str = "scores",
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     deterministic: bool | str | None = None,
@@ -112,7 +113,9 @@ def attention_backward(
     for name, x in (("dout", dout), ("dlse", dlse)):
         if x is not None:
             arguments.check_type(name, x, " or None")
-    options = arguments.Options.of(causal, window, align, scale, softcap, dropout_p, True, deterministic, precision)
+    options = arguments.Options.of(
+        causal, window, align, scale, softcap, dropout_p, True, deterministic, precision, softcap_at
+    )
     options.check()
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)

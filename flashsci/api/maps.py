@@ -56,6 +56,7 @@ def attention_weights(
     align: str = "upper_left",
     scale: float | None = None,
     softcap: float | None = None,
+    softcap_at: str = "scores",
 ) -> Any:
     """Softmax probabilities P of chosen queries and keys, from the lse of the forward.
 
@@ -66,8 +67,8 @@ def attention_weights(
             they are rows of each sequence: ``slice(-1, None)`` is the last query of each.
         columns: keys ``[C]``, likewise.
         average_heads: the mean over the heads, without those of single heads in memory.
-        bias, key_weight, mask, alibi_slopes, causal, window, align, scale, softcap: as the forward got them, for all queries and
-            keys. A sink is part of the lse: its share is what a row lacks to 1. Dropout does not enter.
+        bias, key_weight, mask, alibi_slopes, causal, window, align, scale, softcap, softcap_at: as the forward got them,
+            for all queries and keys. A sink is part of the lse: its share is what a row lacks to 1. Dropout does not enter.
         cu_seqlens_q, cu_seqlens_k: the offsets of a packed call, of which ``cu_seqlens_k`` may be None as in the forward.
 
     Returns:
@@ -91,7 +92,7 @@ def attention_weights(
     """
     average = arguments.flag("average_heads", average_heads)
     tensors = MapTensors(q, k, lse, bias, key_weight, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-    options = arguments.Options.of(causal, window, align, scale, softcap, 0.0, True, False, None)
+    options = arguments.Options.of(causal, window, align, scale, softcap, 0.0, True, False, None, softcap_at)
     wanted = Reductions(weights=not average, average_heads=average)
     places = _selection("rows", rows, q), _selection("columns", columns, q)
     found = _map("attention_weights", tensors, options, wanted, *places)
@@ -118,6 +119,7 @@ def attention_statistics(
     align: str = "upper_left",
     scale: float | None = None,
     softcap: float | None = None,
+    softcap_at: str = "scores",
 ) -> AttentionStatistics:
     """Reductions of the softmax probabilities P of all queries and keys, in one pass over blocks of them.
 
@@ -129,7 +131,8 @@ def attention_statistics(
         key_sum: the sum of P over the queries; divided by Sq it is their mean.
         top_k: how many of the largest probabilities of each row, with their keys; 0: none. Equal probabilities come in any order.
             A packed sequence with fewer keys has zeros after them, of key -1.
-        bias, key_weight, mask, alibi_slopes, causal, window, align, scale, softcap: as for :func:`attention_weights`.
+        bias, key_weight, mask, alibi_slopes, causal, window, align, scale, softcap, softcap_at: as for
+            :func:`attention_weights`.
 
     Returns:
         :class:`AttentionStatistics`, in float32 (float64 for float64); differentiable as :func:`attention_weights` is.
@@ -150,7 +153,7 @@ def attention_statistics(
     Source: Kimi team, arXiv:2507.20534 (QK-Clip).
     """
     tensors = MapTensors(q, k, lse, bias, key_weight, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-    options = arguments.Options.of(causal, window, align, scale, softcap, 0.0, True, False, None)
+    options = arguments.Options.of(causal, window, align, scale, softcap, 0.0, True, False, None, softcap_at)
     flags = [
         arguments.flag(n, x) for n, x in (("entropy", entropy), ("largest_score", largest_score), ("key_sum", key_sum))
     ]

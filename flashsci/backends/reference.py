@@ -1,9 +1,10 @@
 """The specification as code: every feature in plain PyTorch, on any device and dtype, differentiable to any order.
 
-    S = softcap(scale Q K^T) + bias - slope |i + shift - j|, masked
-    L = log(sum_j w e^S + e^sink);  P = w exp(S - L);  O = (P o R) V
+    S = softcap(scale Q K^T) + bias - slope |i + shift - j|, masked; or softcap of that sum, masked
+    L = log(sum_j w e^S + e^sink);  P = w exp(S - L);  O = (P o R o G) V
 
-Here R is the dropout keep mask divided by 1 - p, and w the key weights (1 without). Memory is O(Sq * Sk). In float64
+Here R is the dropout keep mask divided by 1 - p, w the key weights and G the gate of
+pairs (1 without). Memory is O(Sq * Sk). In float64
 this is the oracle of all tests. In a lower dtype it is "plain PyTorch in the same dtype", the baseline of the
 two-error rule.
 """
@@ -32,7 +33,7 @@ _OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
 READS = {
     kinds.ATTENTION: _ROWS
     | _OFFSETS
-    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink"},
+    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink", "pair_gate"},
     kinds.PAGED: frozenset(
         ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
     ),
@@ -136,15 +137,21 @@ def _scores(
     alibi_slopes: Tensor | None,
     scalars: Scalars,
 ) -> tuple[Tensor, Tensor | None]:
-    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and scale q k^T / softcap if there is a softcap."""
-    softcap = scalars.softcap
+    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and the argument of the softcap's tanh if there is one."""
+    softcap, caps_bias = scalars.softcap, scalars.caps_bias
     keys = per_query_head(k, q.shape[-3] if q.dim() > 2 else 1)
     scores = _product(q * scalars.scale, keys.transpose(-1, -2))
     capped = None
-    if softcap:
+    hidden = [] if mask is None else [~mask]
+    if softcap and not caps_bias:
         # In fp32: if a softcap is far above the scores, their quotient is below the range of fp16.
         capped = scores.to(_statistics_dtype(scores.dtype)) / softcap
         scores = (softcap * _tanh(capped)).to(scores.dtype)
+    if bias is not None and caps_bias:
+        # A bias of -inf hides its key, and the tanh would not.
+        scores = scores.to(_statistics_dtype(scores.dtype))
+        hidden.append(bias == float("-inf"))
+        bias = bias.masked_fill(hidden[-1], 0.0)
     if bias is not None:
         scores = scores + bias
     scores = scores.to(_statistics_dtype(scores.dtype))
@@ -152,11 +159,13 @@ def _scores(
         slopes = alibi_slopes[..., None, None] if q.dim() > 2 else alibi_slopes
         away = ahead(q.shape[-2], k.shape[-2], scalars.lower_right, q.device).abs()
         scores = scores - slopes.to(scores.dtype) * away
+    if softcap and caps_bias:
+        capped = scores / softcap
+        scores = softcap * _tanh(capped)
     window = scalars.window_left, scalars.window_right, scalars.lower_right
     keep = visible(q.shape[-2], k.shape[-2], *window, q.device)
-    for hidden in (keep, mask):
-        if hidden is not None:
-            scores = scores.masked_fill(~hidden, float("-inf"))
+    for where in hidden if keep is None else (~keep, *hidden):
+        scores = scores.masked_fill(where, float("-inf"))
     return scores, capped
 
 
@@ -198,6 +207,7 @@ def _dense_forward(
     sink: Tensor | None,
     scalars: Scalars,
     batch_offset: int = 0,
+    pair_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     scores, _ = _scores(q, k, bias, mask, alibi_slopes, scalars)
     # The maximum only guards the exponential: softmax does not depend on it, so gradients do not either.
@@ -234,6 +244,8 @@ def _dense_forward(
     if dropout_p:
         assert seed is not None
         p = torch.where(_keep(seed, dropout_p, scores, batch_offset), p / (1 - dropout_p), torch.zeros_like(p))
+    if pair_gate is not None:
+        p = p * pair_gate.to(p.dtype)
     return _product(p.to(v.dtype), per_query_head(v, q.shape[-3] if q.dim() > 2 else 1)), lse
 
 
@@ -284,9 +296,10 @@ def _dense_backward(
     dp = keep * _product(dout_, per_query_head(v_, heads_q).transpose(-1, -2))
     ds = p * (dp - delta)
     dweight = None if key_weight is None else _weight_gradient(terms * (dp - delta), key_weight, heads_k)
-    dbias = None if bias is None else _sum_to(ds, bias.shape).to(bias.dtype)
-    if capped is not None:
-        ds = ds * _tanh_slope(capped)
+    of_products = ds if capped is None else ds * _tanh_slope(capped)
+    of_bias = of_products if scalars.caps_bias else ds
+    dbias = None if bias is None else _sum_to(of_bias, bias.shape).to(bias.dtype)
+    ds = of_products
     dq = scale * _product(ds, per_query_head(k_, heads_q))
     dk = _per_key_head(scale * _product(ds.transpose(-1, -2), q_), heads_k)
     dv = _per_key_head(_product((p * keep).transpose(-1, -2), dout_), heads_k)
@@ -367,19 +380,21 @@ def _by_members(tensors: Tensors, scalars: Scalars, sink: Tensor | None) -> tupl
     return outs.reshape(*lead, *outs.shape[1:]), lses.reshape(*lead, *lses.shape[1:])
 
 
-def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    tensors: Tensors, scalars: Scalars, sink: Tensor | None = None, pair_gate: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64).
 
-    Both are differentiable in q, k, v, bias, key_weight, alibi_slopes and sink [Hq]. (Other backends compute no sink:
-    flashsci/call/sink.py.)
+    Both are differentiable in q, k, v, bias, key_weight, alibi_slopes, sink [Hq] and, for dense calls, the gate of pairs.
+    (Other backends compute no sink: flashsci/call/sink.py.)
     """
     q, k, v, bias, key_weight = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight
     mask, seed, alibi = tensors.mask, tensors.dropout_seed, tensors.alibi_slopes
     cu_seqlens_q, cu_seqlens_k, bias_offsets = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.bias_offsets
-    if cu_seqlens_q is None and scalars.batch_invariant():
+    if cu_seqlens_q is None and scalars.batch_invariant() and pair_gate is None:
         out, lse = _by_members(tensors, scalars, sink)
     elif cu_seqlens_q is None:
-        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars)
+        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars, pair_gate=pair_gate)
     else:
         assert cu_seqlens_k is not None
         packed = Sequences(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)

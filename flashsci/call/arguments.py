@@ -29,9 +29,11 @@ SHARED = (
     "return_lse",
     "deterministic",
     "precision",
+    "softcap_at",
 )
 BATCH = "batch"  # deterministic, and whatever else is in the batch
 ALIGNMENTS = ("upper_left", "lower_right")
+SOFTCAP_PLACES = ("scores", "biased")  # of the softcap
 # A softcap this many times the scale bounds nothing: products q k^T up to 2^87 do not change, to fp32 rounding.
 # Nearer to the end of fp32 the quotient of scale and softcap, or of a score and its cap, would vanish.
 BOUNDLESS = 2.0**100
@@ -313,6 +315,7 @@ class Options(NamedTuple):
     return_lse: bool
     deterministic: bool | str  # or BATCH
     precision: str | None
+    softcap_at: str = "scores"
 
     @classmethod
     def of(
@@ -326,6 +329,7 @@ class Options(NamedTuple):
         return_lse: bool,
         deterministic: bool | str | None,
         precision: str | None,
+        softcap_at: str = "scores",
     ) -> Options:
         # Chains of identities keep usual calls cheap. Types with equal hashes (1, 1.0 and True) are told apart here,
         # because the keys of plans cannot do it.
@@ -347,8 +351,10 @@ class Options(NamedTuple):
             raise ValueError(f"align must be one of {ALIGNMENTS}, got {_described(align)}")
         if precision is not None and type(precision) is not str:
             raise ValueError(f"precision must be None or one of {PRECISIONS}, got {_described(precision)}")
+        if type(softcap_at) is not str:
+            raise ValueError(f"softcap_at must be one of {SOFTCAP_PLACES}, got {_described(softcap_at)}")
         left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
-        return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision)
+        return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at)
 
     def of_ranks(self) -> bool:
         """Whether a call of several ranks is deterministic.
@@ -385,6 +391,8 @@ class Options(NamedTuple):
             )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(f"precision must be None or one of {PRECISIONS}, got {self.precision!r}")
+        if self.softcap_at not in SOFTCAP_PLACES:
+            raise ValueError(f"softcap_at must be one of {SOFTCAP_PLACES}, got {self.softcap_at!r}")
 
     def scalars(self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> Scalars:
         """The options as kernels take them, with defaults filled in."""
@@ -405,6 +413,7 @@ class Options(NamedTuple):
             float(self.dropout_p) if self.dropout_p else 0.0,
             self.precision or "default",
             bool(self.deterministic),
+            self.softcap_at == "biased" and _static_sign(softcap) > 0,
         )
 
     def features(self, tensors: Mapping[str, Tensor | None], needs_grad: bool) -> dict[str, Any]:
@@ -414,6 +423,7 @@ class Options(NamedTuple):
         # A compiler may keep floats symbolic; it is enough to know whether there is a softcap or dropout.
         static = torch.compiler.is_compiling()
         learnt = needs_grad and wanted(tensors.get("alibi_slopes"))
+        softcap = _static_sign(self.softcap) if static else float(self.softcap or 0.0)
         # A compiler's tensors do not show the derivatives that transforms want. A backend must know of weights with a
         # sink.
         hidden = static and "key_weight" in given and "sink" in given and transforming()
@@ -422,7 +432,8 @@ class Options(NamedTuple):
             window_left=index(self.window_left),
             window_right=index(self.window_right),
             lower_right=self.align == "lower_right",
-            softcap=_static_sign(self.softcap) if static else float(self.softcap or 0.0),
+            softcap=softcap,
+            caps_bias=softcap > 0 and self.softcap_at == "biased" and ("bias" in given or "alibi_slopes" in given),
             dropout_p=_static_sign(self.dropout_p) if static else float(self.dropout_p),
             return_lse=self.return_lse,
             deterministic=bool(self.deterministic),

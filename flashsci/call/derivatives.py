@@ -76,7 +76,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "residual_attention": Entry(kinds.rules(ResidualCall)),
     "attention_backward": Entry(
-        {n: rule for n, rule in (_DENSE | _PACKED).items() if n != "sink" and n not in Scales._fields}
+        {n: rule for n, rule in (_DENSE | _PACKED).items() if n not in ("sink", "pair_gate", *Scales._fields)}
         | _each("dout out lse dlse", _GIVEN)
         | _each(" ".join(Tangents._fields), _GIVEN)
     ),

@@ -140,6 +140,8 @@ Mask = Annotated[Tensor | None, Argument(Role.SCORES, PLACES, (torch.bool,))]
 MaskTiles = Annotated[Tensor | None, Argument(Role.TILES, PLACES, (_INT32,))]
 Slopes = Annotated[Tensor | None, Argument(Role.HEADS, EVERY._replace(lacking={"triton": _NO_SLOPES}), (_FP32,))]
 Sink = Annotated[Tensor | None, Argument(Role.LOGITS, EVERY, (None, _FP32))]
+PairGate = Annotated[Tensor | None, Argument(Role.SCORES, EVERY, (None, _FP32))]
+Gate = Annotated[Tensor, Argument(Role.SCORES, EVERY, (None, _FP32))]
 Seed = Annotated[Tensor | None, Argument(Role.INDEX, PLACES, (_INT64,))]
 Offsets = Annotated[Tensor, OFFSETS]
 OptionalOffsets = Annotated[Tensor | None, OFFSETS]
@@ -165,6 +167,7 @@ class Dense(NamedTuple):
     mask: Mask = None
     alibi_slopes: Slopes = None
     sink: Sink = None
+    pair_gate: PairGate = None
 
 
 class Packed(NamedTuple):

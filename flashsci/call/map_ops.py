@@ -37,6 +37,7 @@ class MapCall(NamedTuple):
     window_right: int
     lower_right: bool
     precision: str
+    caps_bias: bool
     entropy: bool
     largest_score: bool
     key_sum: bool
@@ -47,7 +48,7 @@ class MapCall(NamedTuple):
         return cls(
             tensors.q, tensors.k, lse, tensors.bias, tensors.key_weight, tensors.mask, tensors.cu_seqlens_q,
             tensors.cu_seqlens_k, tensors.bias_offsets, tensors.alibi_slopes, scalars.scale, scalars.softcap,
-            scalars.window_left, scalars.window_right, scalars.lower_right, scalars.precision, *wanted,
+            scalars.window_left, scalars.window_right, scalars.lower_right, scalars.precision, scalars.caps_bias, *wanted,
         )  # fmt: skip
 
     @property
@@ -62,7 +63,7 @@ class MapCall(NamedTuple):
     def scalars(self) -> ops.Scalars:
         window = self.window_left, self.window_right
         return ops.Scalars(
-            -1, -1, self.scale, self.softcap, *window, self.lower_right, 0.0, self.precision, deterministic=False
+            -1, -1, self.scale, self.softcap, *window, self.lower_right, 0.0, self.precision, False, self.caps_bias
         )
 
     @property

@@ -3,6 +3,8 @@
     S = softcap(scale Q K^T) + bias - slope |i + shift - j|, masked
     P = w exp(S - lse)
 
+Or the softcap bounds that sum, where the forward's did.
+
 Everything is computed in float32, or in float64 for float64. A block of rows is in memory at a time, with all of its
 keys: forward and backward compute it again rather than keep it.
 """
@@ -86,14 +88,20 @@ def _scores(tensors: MapTensors, away: Tensor, scalars: Scalars) -> Tensor:
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     keys = reference.per_query_head(k.to(dtype), q.shape[-3] if q.dim() > 2 else 1)
     scores = reference._product(q.to(dtype), keys.transpose(-1, -2)) * scalars.scale
-    if scalars.softcap:
+    hidden = [] if tensors.mask is None else [~tensors.mask]
+    if scalars.softcap and not scalars.caps_bias:
         scores = scalars.softcap * reference._tanh(scores / scalars.softcap)
     if tensors.bias is not None:
-        scores = scores + tensors.bias.to(dtype)
+        bias = tensors.bias.to(dtype)
+        if scalars.caps_bias:
+            hidden.append(bias == -math.inf)
+            bias = bias.masked_fill(hidden[-1], 0)
+        scores = scores + bias
     if tensors.alibi_slopes is not None:
         slopes = tensors.alibi_slopes.to(dtype)
         scores = scores - (slopes[..., None, None] if scores.dim() > 2 else slopes[..., None]) * away.abs()
-    hidden = [] if tensors.mask is None else [~tensors.mask]
+    if scalars.caps_bias:
+        scores = scalars.softcap * reference._tanh(scores / scalars.softcap)
     if scalars.window_left >= 0:
         hidden.append(away < -scalars.window_left)
     if scalars.window_right >= 0:

@@ -168,6 +168,7 @@ class Scalars(NamedTuple):
     dropout_p: float
     precision: str
     deterministic: bool
+    caps_bias: bool = False  # the softcap bounds bias and ALiBi, too
 
     def batch_invariant(self) -> bool:
         """Whether no bit of a sequence's results may depend on the others of the call."""

@@ -94,6 +94,7 @@ class Problem:
     window_right: int = -1
     lower_right: bool = False
     softcap: float = 0.0
+    caps_bias: bool = False  # the softcap bounds a bias or ALiBi, too
     dropout_p: float = 0.0
     return_lse: bool = False
     requires_grad: bool = False

@@ -69,7 +69,7 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
         only = DTYPE_OF.get(unit.rsplit("_")[-1])
         # Without features that these kernels refuse: a case that no backend serves shows nothing.
         served = [
-            v
+            replace(v, caps_bias=False, gate=None)
             for v in variants(1024 if many else 512) + variants(features=False)
             if not (v.dropout or v.key_weight or (v.varlen and v.bias))
             and not (v.alibi and (v.bias or not slopes))
@@ -164,6 +164,7 @@ def paired(variant: Variant) -> Variant:
         bias_float=narrow,
         window=False,
         softcap=False,
+        caps_bias=False,
         sink=None,
     )
 
@@ -175,7 +176,7 @@ def shortened(variant: Variant, whole: bool, weighted: bool) -> Variant:
     if whole:
         known = WHOLE[variant.dtype]
         dims = [next((d for d in known if max(dims) <= d), known[-1])] * 2
-    variant = replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, sink=None)
+    variant = replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, caps_bias=False, sink=None)
     if weighted and variant.dtype == "float32":
         learnt = variant.bias is None or variant.bias_grad
         variant = replace(

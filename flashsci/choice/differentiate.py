@@ -142,6 +142,7 @@ def _decided(choice: Choice, module: Any, saved: Saved, need: int) -> str:
         window_right=window[1] if known else -1,
         lower_right=scalars.lower_right,
         softcap=1.0 if scalars.softcap else 0.0,
+        caps_bias=scalars.caps_bias and ("bias" in given or "alibi_slopes" in given),
         dropout_p=0.5 if scalars.dropout_p else 0.0,
         precision=scalars.precision,
         deterministic=scalars.deterministic,

@@ -17,8 +17,8 @@ from flashsci.testing.inputs import Inputs
 class Block:
     """One dense attention problem in fp64: the whole call, or one packed sequence.
 
-    q [*, Hq, Sq, D], k [*, Hk, Sk, D], v [*, Hk, Sk, Dv], dout as out, dlse [*, Hq, Sq]; bias, visible and keep
-    (dropout, already divided by 1 - p) broadcast to the scores [*, Hq, Sq, Sk].
+    q [*, Hq, Sq, D], k [*, Hk, Sk, D], v [*, Hk, Sk, Dv], dout as out, dlse [*, Hq, Sq]; bias, visible,
+    dropped (dropout, already divided by 1 - p) and gate broadcast to the scores [*, Hq, Sq, Sk].
     """
 
     q: Tensor
@@ -31,15 +31,22 @@ class Block:
     alibi: Tensor | None  # -slope |i + shift - j|, [*, Hq, Sq, Sk]
     sink: Tensor | None  # [Hq, 1, 1]
     visible: Tensor
-    keep: Tensor
+    dropped: Tensor
+    gate: Tensor | None
     scale: float
     softcap: float | None
+    caps_bias: bool  # the softcap bounds scores with bias and ALiBi
     place: dict[str, Any]  # tensor name -> the view of a whole result's slice in this block's shape
     tangents: dict[str, Tensor]  # "tq", "tk", "tv", "tbias" in the shapes of q, k, v, bias
     residual: bool = False  # scores are a result
     dscores: Tensor | None = None  # their gradient, [*, Hq, Sq, Sk]
     by_slope: Tensor | None = None  # -|i + shift - j| where slopes of ALiBi have a gradient, [Sq, Sk]
     slopes: Tensor | None = None  # [*, Hq or 1, 1, 1]
+
+    @property
+    def keep(self) -> Tensor:
+        """The factor of P after the softmax, of any sign."""
+        return self.dropped if self.gate is None else self.dropped * self.gate
 
     def slot(self, name: str, whole: Tensor) -> Tensor:
         """This block's part of a result, a view of it."""
@@ -64,10 +71,10 @@ def visible_pairs(seq_q: int, seq_k: int, options: dict[str, Any], device: torch
 
 
 # The shapes of the tensors of the second order.
-_OWN = ("q", "k", "v", "bias", "key_weight", "sink")
+_OWN = ("q", "k", "v", "bias", "key_weight", "sink", "pair_gate")
 _LIKE = {
     **{f"g{name}": f"d{name}" for name in _OWN},
-    **{f"t{name}": f"d{name}" for name in _OWN[:-1]},
+    **{f"t{name}": f"d{name}" for name in _OWN if name != "sink"},
     "gdout": "out",
     "gdlse": "lse",
     "tout": "out",
@@ -98,6 +105,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
     softcap = options.get("softcap")
     softcap = None if softcap is not None and softcap >= 2.0**100 * abs(scale) else softcap
     keep = functools.partial(_kept, inputs)
+    caps_bias = bool(softcap) and options.get("softcap_at") == "biased"
 
     if inputs.cu_seqlens_q is None:
         heads = (lambda x: x[None]) if inputs.q.dim() == 2 else (lambda x: x)
@@ -119,6 +127,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
                 "dkey_weight": by_key,
                 "dsink": lambda x: x,
                 "dalibi_slopes": lambda x: full(x[..., None, None]),
+                "dpair_gate": full,
             }
         )
         yield Block(
@@ -133,8 +142,10 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             None if inputs.sink is None else inputs.sink[:, None, None],
             visible,
             keep(shape, 0),
+            None if inputs.pair_gate is None else full(inputs.pair_gate),
             scale,
             softcap,
+            caps_bias,
             place,
             {name: place[name](x) for name, x in inputs.tangents.items()},
             inputs.residual,
@@ -181,6 +192,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
                 "dkey_weight": weight_of,
                 "dsink": lambda x: x,
                 "dalibi_slopes": slopes_of,
+                "dpair_gate": lambda x: x,  # packed calls have none
             }
         )
         alibi, by_slope, slopes = inputs.alibi_slopes, None, None
@@ -200,8 +212,10 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             None if inputs.sink is None else inputs.sink[:, None, None],
             visible_pairs(*size, options, inputs.q.device),
             keep((inputs.q.shape[1], *size), n),
+            None,
             scale,
             softcap,
+            caps_bias,
             place,
             {name: place[name](x) for name, x in inputs.tangents.items()},
             by_slope=by_slope if inputs.alibi_grad else None,

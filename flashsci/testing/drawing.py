@@ -22,6 +22,7 @@ from flashsci.testing.cases import (
 from flashsci.testing.choices import Choices, SeededChoices, strategy_of
 from flashsci.testing.drawing_values import (
     draw_execution,
+    draw_gate,
     draw_layouts,
     draw_second_order,
     draw_values,
@@ -119,6 +120,8 @@ def draw_case(
     )
     if variant.key_weight:
         case = draw_weights(choices, case)
+    if variant.gate:
+        case = draw_gate(choices, case)
     case = draw_values(choices, draw_layouts(choices, case))
     return draw_second_order(choices, draw_execution(choices, case))
 

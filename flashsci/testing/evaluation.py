@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashsci.testing.inputs import Inputs
 
-LEAVES = ("q", "k", "v", "bias", "key_weight", "sink", "alibi_slopes")
+LEAVES = ("q", "k", "v", "bias", "key_weight", "sink", "alibi_slopes", "pair_gate")
 
 
 def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options: Any) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
     lse = not inputs.residual and (lse or inputs.dlse is not None)
     learning = inputs.has_gradients
     leaves: dict[str, Tensor] = {n: getattr(inputs, n).detach().requires_grad_(learning) for n in ("q", "k", "v")}
-    learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True}
+    learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True, "pair_gate": True}
     for name, learnt in learnt_of.items():
         x = getattr(inputs, name)
         if x is not None:

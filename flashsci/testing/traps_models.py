@@ -268,6 +268,23 @@ def sharp_softcap(backend: str, device: torch.device, dtype: str) -> None:
         )
 
 
+@trap(order=2)
+def softcap_of_biased_scores(backend: str, device: torch.device) -> None:
+    """A softcap after the bias: -inf hides its key, a mask as a number does not, and gradients end where the cap is reached."""
+    rows, keys = (130, 200) if device.type == "cuda" else (18, 37)
+    capped = Variant(softcap=True, caps_bias=True, bias="pair", bias_grad=True, lse_grad=True, tangents="qkvb")
+    case = Case(seed=41, variant=capped, lead=(2,), heads_k=2, seq_q=rows, seq_k=keys, softcap=3.0, bias_holes=True)
+    wide = replace(capped, bias_float=True)
+    cases = [
+        replace(case, bias_shape=(2, 2, rows, keys)),
+        replace(case, bias_shape=(1, 2, rows, keys), magnitude="peaked"),
+        replace(case, variant=wide, bias_shape=(2, 1, rows, keys), bias_number="float32_min", bias_number_at="rows"),
+        replace(case, variant=replace(wide, bias="key", alibi=True), bias_shape=(2, 1, 1, keys), bias_scale=100.0),
+        replace(case, variant=replace(capped, mask=True), bias_shape=(rows, 1), mask_shape=(keys,), mask_kind="keys"),
+    ]
+    require(backend, device, *cases)
+
+
 @trap()
 def scores_beyond_ten_million(backend: str, device: torch.device) -> None:
     """Scores of 1e7 to 1e11: softmax is a maximum, whose exponent is 0 however large the numbers that cancel are."""

@@ -28,6 +28,7 @@ def variants(
     choices, weights = SeededChoices(20), SeededChoices(22)
     slopes, sinks = SeededChoices(23), SeededChoices(24)
     scales, together = SeededChoices(25), SeededChoices(26)
+    places, gates = SeededChoices(28), SeededChoices(29)
     dims = [d for d in HEAD_DIMS if max(d) <= max_dim]
     found: dict[Variant, None] = {}
     for i in range(4 * count):
@@ -60,6 +61,10 @@ def variants(
             varlen=varlen,
             lse_grad=rare(3),
         )
+        if variant.softcap and (variant.bias or variant.alibi) and places.integer(1, 2) == 1:
+            variant = replace(variant, caps_bias=True)
+        if features and not varlen and gates.integer(1, 8) == 1:
+            variant = replace(variant, gate=gates.one_of(("inputs", "float")))
         found[variant] = None
     return list(found)
 
@@ -76,6 +81,8 @@ def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
             tangents = tangents.replace("b", "")
         if variant.key_weight_grad and (everything or variant.head_dim % 2 == 0):
             tangents += "w"
+        if variant.gate and everything:
+            tangents += "g"
         # With 16-bit results the steps of a sink's formula round by themselves, which the second order sees.
         sink = variant.sink if variant.dtype == "float32" else None
         if variant.dtype == "float32" and variant.key_weight:

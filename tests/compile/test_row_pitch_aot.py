@@ -15,6 +15,7 @@ LENGTHS = {"whole": 144, "odd": 135}
 def report(architecture: int, ops: dict, launched: list):
     import torch
 
+    from flashsci.call.ops import Scalars, Tensors
     from flashsci.call.row_pitch import padded
 
     for name, keys in LENGTHS.items():
@@ -23,8 +24,8 @@ def report(architecture: int, ops: dict, launched: list):
             bias, mask = torch.zeros(shape, dtype=q.dtype), torch.ones(1, 1, 72, keys, dtype=torch.bool)
             for pitched in {False, name == "odd"}:
                 planes = [padded(x) for x in (bias, mask)] if pitched else [bias, mask]
-                tensors = (q, k, v, planes[0], None, planes[1], *(None,) * 5)
-                scalars = (-1, -1, 0.125, 0.0, -1, -1, False, 0.0, "default", False)
+                tensors = Tensors(q, k, v, planes[0], None, planes[1])
+                scalars = Scalars(-1, -1, 0.125, 0.0, -1, -1, False, 0.0, "default", False)
                 out, lse = torch.zeros_like(q), torch.zeros(q.shape[:-1])
                 ops["triton_forward"](*tensors, *scalars)
                 ops["triton_backward"](out, None, *tensors, out, lse, *scalars, 15)

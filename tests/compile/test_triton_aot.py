@@ -53,6 +53,9 @@ def calls(architecture):
     narrow = {"weight": (2, 1, 96), "narrow_weight": True, "window_right": 0}
     yield "key weights of 16 bits, causal", "float16", (128, 128), narrow
     yield "key weights of 16 bits, causal, two chunks", "float16", (40, 72), narrow | {"bias": (2, 1, 1, 96)}
+    capped = {"softcap": 9.0, "caps_bias": True}
+    yield "softcap of biased scores", "float16", (64, 64), capped | {"bias": (1, 2, 48, 96), "alibi": (2, 2)}
+    yield "softcap of biased scores, short", "float32", (32, 32), capped | {"seq": (31, 17), "bias": (2, 2, 31, 17)}
     yield "negative scale", "float16", (64, 64), {"scale": -0.125}
     # Products whose rows are queries, fewer than 64 of them, beside products whose rows are keys.
     for name, seq in (("few queries", (32, 200)), ("short rows", (72, 144))):
@@ -104,7 +107,7 @@ def arguments(torch, dtype, dims, options):
     out = torch.zeros(*q.shape[:-1], head_dim_v, dtype=dtype)
     lse = torch.zeros(q.shape[:-1])
     scalars = (-1, -1, options.get("scale", 0.125), options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", -1),
-               False, options.get("dropout_p", 0.0), "default", False)  # fmt: skip
+               False, options.get("dropout_p", 0.0), "default", False, options.get("caps_bias", False))  # fmt: skip
     tensors = (q, k, v, bias, weight, mask, cu_q, cu_k, offsets, seed, slopes, table)
     given = (*tensors, out, lse, *scalars)
     return tensors, scalars, (out, lse, *given, 31), (q, k, v, bias, weight, out, lse, *given, 127)

@@ -50,7 +50,11 @@ def served(pool, backend):
     """Without what a backend always refuses: refusals are discarded examples, and few may be."""
     if backend in ("reference", "triton"):
         return pool
-    pool = [v for v in pool if not v.dropout and not (v.alibi and (backend != "cuda" or v.bias or v.key_weight))]
+    pool = [
+        replace(v, caps_bias=False, gate=None)
+        for v in pool
+        if not v.dropout and not (v.alibi and (backend != "cuda" or v.bias or v.key_weight))
+    ]
     if backend == "sdpa":
         return [v for v in pool if not (v.softcap or v.lse_grad or v.sink)]
     pool = [v for v in pool if not v.key_weight]

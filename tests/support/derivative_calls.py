@@ -33,7 +33,12 @@ def scores_tensors(rows):
 
 def dense():
     needed = {"q": wide(2, 3, 2), "k": wide(2, 4, 2), "v": wide(2, 4, 2)}
-    rows = {"bias": wide(2, 3, 4), "key_weight": wide(2, 4).abs(), "mask": torch.rand(3, 4) > 0.3}
+    rows = {
+        "bias": wide(2, 3, 4),
+        "key_weight": wide(2, 4).abs(),
+        "mask": torch.rand(3, 4) > 0.3,
+        "pair_gate": wide(2, 3, 4),
+    }
     return needed, scores_tensors(rows)
 
 
@@ -51,13 +56,13 @@ def backward():
         "out": out,
         "lse": lse + 4,
     }  # of more keys, as in a ring: P is at most 1
-    return needed, {"dlse": wide(2, 3), **{n: x for n, x in others.items() if n != "sink"}}
+    return needed, {"dlse": wide(2, 3), **{n: x for n, x in others.items() if n not in ("sink", "pair_gate")}}
 
 
 def maps(places=()):
     needed, others = dense()
     del needed["v"]
-    rest = {n: x for n, x in others.items() if n not in ("sink", "dropout_seed")}
+    rest = {n: x for n, x in others.items() if n not in ("sink", "dropout_seed", "pair_gate")}
     return {**needed, "lse": wide(2, 3) + 8}, {**rest, **dict(places)}
 
 

@@ -18,17 +18,32 @@ def drawn(dtype=torch.float64, heads_k=2, rows=9, keys=11):
     return q, k, v
 
 
-def written(q, k, *, sink=None, bias=None, key_weight=None, mask=None, hidden=None, softcap=None, slopes=None, shift=0):
+def written(
+    q,
+    k,
+    *,
+    sink=None,
+    bias=None,
+    key_weight=None,
+    mask=None,
+    hidden=None,
+    softcap=None,
+    slopes=None,
+    shift=0,
+    softcap_at="scores",
+):
     """(P, S) of softmax, all pairs at once."""
     group = q.shape[1] // k.shape[1]
     s = q @ k.repeat_interleave(group, 1).mT * q.shape[-1] ** -0.5
-    if softcap:
+    if softcap and softcap_at == "scores":
         s = softcap * torch.tanh(s / softcap)
     if bias is not None:
         s = s + bias
     if slopes is not None:
         away = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - shift
         s = s - slopes[:, None, None] * away.abs()
+    if softcap and softcap_at == "biased":
+        s = (softcap * torch.tanh(s / softcap)).masked_fill(s == -torch.inf, -torch.inf)
     for keep in (mask, hidden):
         if keep is not None:
             s = s.masked_fill(~keep, -torch.inf)
@@ -83,6 +98,10 @@ OPTIONS = {
         dict(alibi_slopes=torch.tensor([0.1, 0.2, 0.4, 0.0]), align="lower_right"),
         dict(slopes=torch.tensor([0.1, 0.2, 0.4, 0.0]), shift=2),
     ),
+    "softcap of biased scores": (
+        dict(softcap=0.5, softcap_at="biased", bias=torch.tensor([1.0, -torch.inf, -4.0, *[0.5] * 8]).double()),
+    )
+    * 2,
     "sink": (dict(sink=torch.tensor([0.5, -1.0, 2.0, 0.0]).double()),) * 2,
     "bias": (dict(bias=torch.linspace(-2, 2, 99).view(9, 11).double()),) * 2,
     "bias of keys": (dict(bias=torch.linspace(-2, 2, 11).double()),) * 2,

@@ -91,7 +91,7 @@ class Draw:
 
 OPTIONS = {
     "max_seqlen_q": -1, "max_seqlen_k": -1, "scale": 0.25, "softcap": 3.0, "window_left": 4, "window_right": 3,
-    "lower_right": True, "dropout_p": 0.0, "precision": "default", "deterministic": False,
+    "lower_right": True, "dropout_p": 0.0, "precision": "default", "deterministic": False, "caps_bias": False,
 }  # fmt: skip
 RAW = [
     "q",
@@ -134,6 +134,11 @@ def tiled(device: str) -> Arguments:
     """A dense call whose mask has a table of its tiles."""
     given = dense(device)
     return given | {"mask_tiles": torch.ops.flashsci.triton_mask_tiles(given["mask"])}
+
+
+def capped(device: str) -> Arguments:
+    """A dense call whose softcap bounds bias and ALiBi, too."""
+    return dense(device) | {"caps_bias": True}
 
 
 def mask_alone(device: str) -> Arguments:
@@ -490,6 +495,41 @@ def residual_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
     return *found[:3], found[3] if given["need_bias"] else None
 
 
+def gate(device: str, backward: bool, dropout: bool = False) -> Arguments:
+    given, r = dense(device, dropout), Draw(device)
+    r.generator.manual_seed(8)
+    given |= {"pair_gate": r(2, 1, 5, 7), "dout": None, "dlse": None, "out": None, "lse": None, "need": 63}
+    if backward:
+        gated_results(given)
+        given |= {"dout": r(2, 4, 5, 8), "dlse": r(2, 4, 5)}
+    return in_order(f"triton_gated_{'backward' if backward else 'forward'}", given)
+
+
+def gated_of(given: Arguments, dtype: torch.dtype) -> Results:
+    scalars = Scalars(*(given[n] for n in OPTIONS))
+    return reference.forward(tensors_of(given, dtype), scalars, None, given["pair_gate"].to(dtype))
+
+
+def gated_results(given: Arguments) -> None:
+    out, lse = gated_of(given, torch.float64)
+    given |= {"out": out.to(given["q"].dtype), "lse": lse.float()}
+
+
+def gated_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    names = (*LEARNT, "pair_gate")
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in names if given[n] is not None}
+    out, lse = gated_of(given | leaves, dtype)
+    pairs = [(x, given[n]) for x, n in ((out, "dout"), (lse, "dlse")) if given[n] is not None]
+    found = dict.fromkeys(leaves)
+    if pairs:
+        ends, along = [x for x, _ in pairs], [g.to(dtype) for _, g in pairs]
+        of = torch.autograd.grad(ends, list(leaves.values()), along, allow_unused=True, materialize_grads=True)
+        found = dict(zip(leaves, of, strict=True))
+    else:
+        found = {n: torch.zeros_like(x) for n, x in leaves.items()}
+    return tuple(found.get(n) if given["need"] >> i & 1 else None for i, n in enumerate(names))
+
+
 def across(op: str, device: str) -> Arguments:
     """Of a group of one rank."""
     import torch.distributed as dist
@@ -555,7 +595,7 @@ def _mapped(base: Callable[[str], Arguments], label: str) -> Callable[[str], Arg
 
 
 def _triton() -> Iterator[Right]:
-    bases = {"dense": dense, "tiles": tiled, "dropout": _of(dense, True), "packed": packed}
+    bases = {"dense": dense, "capped": capped, "tiles": tiled, "dropout": _of(dense, True), "packed": packed}
     yield Right("triton_mask_tiles", "mask", mask_alone, table_of)
     truths = {"backward": backward_of, "jvp": jvp_of, "double_backward": double_backward_of}
     for label, base in bases.items():
@@ -567,6 +607,9 @@ def _triton() -> Iterator[Right]:
             yield Right(f"triton_{op}", label, _saved(base, op), truth, loose=loose, refresh=with_results)
     for label, base in (("dense", dense), ("sums", dense), ("packed", packed)):
         yield Right("triton_map_statistics", label, _mapped(base, label), reductions_of, loose=LENGTHS if label == "packed" else frozenset(), refresh=map_results)  # fmt: skip
+    for label, dropout in (("dense", False), ("dropout", True)):
+        yield Right("triton_gated_forward", label, _of(gate, False, dropout), gated_of)
+        yield Right("triton_gated_backward", label, _of(gate, True, dropout), gated_backward_of, refresh=gated_results)
     for label, dropout in (("bias", False), ("dropout", True)):
         yield Right("triton_residual_forward", label, _of(residual, False, dropout), residual_of)
         yield Right("triton_residual_backward", label, _of(residual, True, dropout), residual_backward_of, refresh=residual_results)  # fmt: skip

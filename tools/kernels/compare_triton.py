@@ -98,7 +98,7 @@ def calls(architecture: int):
 
 def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     """Arguments of the raw ops for one call, by operation."""
-    from flashsci.call.ops import Tensors
+    from flashsci.call.ops import Scalars, Tensors
 
     dtype, (head_dim, head_dim_v) = getattr(torch, dtype), dims
     packed = options.get("packed", False)
@@ -135,9 +135,10 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     out = torch.zeros(*q.shape[:-1], head_dim_v, dtype=dtype)
     lse = torch.zeros(q.shape[:-1])
     scalars = (longest, longest, options.get("scale", 0.125), options.get("softcap", 0.0), options.get("window_left", -1),
-               options.get("window_right", -1), False, options.get("dropout_p", 0.0), options.get("precision", "default"), False)  # fmt: skip
+               options.get("window_right", -1), False, options.get("dropout_p", 0.0), options.get("precision", "default"), False, False)  # fmt: skip
     tensors = (q, k, v, bias, weight, mask, cu, cu, offsets, seed, slopes, table)
     tensors = tensors[: len(Tensors._fields)]  # an older tree has fewer
+    scalars = scalars[: len(Scalars._fields)]
     given = (*tensors, out, lse, *scalars)
     dlse = lse if options.get("dlse") else None
     tangents = (q, k, v, bias, weight)

@@ -82,8 +82,8 @@ def _require_served(tensors: Tensors, scalars: Scalars) -> None:
     would ignore it."""
     if _lacks(tensors, scalars):
         raise BackendError(
-            "flashsci: the cuda backend has no dropout, no alibi_slopes beside a bias or key_weight and no bias of packed "
-            f"sequences, and {WEIGHTED.removeprefix('it ')}; use backend='triton'"
+            "flashsci: the cuda backend has no dropout, no alibi_slopes beside a bias or key_weight, no softcap of biased "
+            f"scores and no bias of packed sequences, and {WEIGHTED.removeprefix('it ')}; use backend='triton'"
         )
 
 
@@ -92,7 +92,8 @@ def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
     packed_bias = tensors.cu_seqlens_q is not None and tensors.bias is not None
     weighted = tensors.key_weight is not None and not decisions.takes_weights(tensors, scalars)
     alibi = tensors.alibi_slopes is not None and (tensors.bias is not None or tensors.key_weight is not None)
-    return bool(scalars.dropout_p) or alibi or weighted or packed_bias
+    capped = scalars.caps_bias and (tensors.bias is not None or tensors.alibi_slopes is not None)
+    return bool(scalars.dropout_p) or alibi or weighted or packed_bias or capped
 
 
 def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:

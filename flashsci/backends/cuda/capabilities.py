@@ -76,6 +76,8 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
         return 0, "its alibi_slopes have no gradient"
     if problem.alibi and (problem.bias or problem.key_weight):
         return 0, "it has alibi_slopes only without bias and key_weight"
+    if problem.caps_bias:
+        return 0, "its softcap bounds scores before the bias (softcap_at='scores')"
     if problem.varlen and problem.bias:
         return 0, "it has no bias for packed sequences"
     if problem.dtype == torch.float32 and problem.precision == "ieee":

@@ -3,7 +3,7 @@
 kernels/ holds one file for each idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq),
 backward_keys.py (dk, dv), backward_small*.py, bias_gradient.py, copy_bias.py; for the second order jvp.py and
 double_backward_*.py; for wide heads, whose scores are held in memory, wide_*.py; paged.py and paged_cache.py for paged KV
-caches; fp8.py for 8-bit floats; mask_tiles.py for the tables of tiles of a mask; map_rows.py and map_keys.py for attention maps.
+caches; fp8.py for 8-bit floats; gated.py for a gate of pairs; mask_tiles.py for the tables of tiles of a mask; map_rows.py and map_keys.py for attention maps.
 They share groups.py (groups of arguments), coord.py (the place where a program works), chunks.py (tiles of rows), scores.py,
 tiles.py, dropout.py and tangents.py.
 
@@ -28,6 +28,7 @@ from flashsci.backends.triton.plans import (  # noqa: F401
     copy,
     dense,
     fp8,
+    gated,
     maps,
     mask_tiles,
     paged,
@@ -71,7 +72,7 @@ _OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
 READS = {
     kinds.ATTENTION: _ROWS
     | _OFFSETS
-    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink", "mask_tiles"},
+    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink", "mask_tiles", "pair_gate"},
     kinds.PAGED: frozenset(
         ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
     ),

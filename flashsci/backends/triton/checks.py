@@ -168,7 +168,7 @@ def checked(
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(),
         *[None if x is None else (x.shape, x.dtype, x.get_device()) for x in tensors[3:]],
         *[None if x is None else _kind(x) for x in (*tangents, *of_out, *of_lse)],
-        *scalars[2:9],
+        *scalars[2:9], scalars.caps_bias,
     )  # fmt: skip
     if key not in _known:
         _check_inputs(tensors)

@@ -77,11 +77,11 @@ def kernels(stand_in):
 
 
 def serves(entry, name, backend):
-    """Whether this backend has such a call at all, apart from derivatives; the stand-in has dense ones without dropout and ALiBi."""
+    """Whether this backend has such a call at all, apart from derivatives; the stand-in has dense ones without dropout, ALiBi and gates."""
     if backend == "reference":
         return True
     if backend == "triton":
-        return entry in ("attention", "attention_backward", "sdpa") and name != "dropout_seed"
+        return entry in ("attention", "attention_backward", "sdpa") and name not in ("dropout_seed", "pair_gate")
     return entry == "sdpa" or (entry == "attention" and name in ("q", "k", "v", "bias", "mask", "key_weight"))
 
 

@@ -67,9 +67,9 @@ def test_tangents_are_the_first_tensors():
 
 
 def test_what_users_give_reaches_kernels_under_its_name():
-    """A sink is the exception: the pass behind the kernels reads it. Kernels also take what is made of such tensors."""
+    """Exceptions: the pass behind the kernels reads a sink, and a gate has ops of its own. Kernels also take what is made of such tensors."""
     given = {*kinds.Dense._fields, *kinds.Packed._fields, *kinds.Seeded._fields}
-    assert given - set(ops.Tensors._fields) == {"sink"}
+    assert given - set(ops.Tensors._fields) == {"sink", "pair_gate"}
     assert set(ops.Tensors._fields) - given == {"bias_offsets", "mask_tiles"}
 
 

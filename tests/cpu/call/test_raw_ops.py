@@ -19,6 +19,7 @@ NAMES = (
 SCALARS = {
     "max_seqlen_q": -1, "max_seqlen_k": -1, "scale": 0.25, "softcap": 0.0, "window_left": -1, "window_right": -1,
     "lower_right": False, "dropout_p": 0.0, "precision": "default", "deterministic": False,
+    "caps_bias": False,
 }  # fmt: skip
 TANGENTS = ("tq", "tk", "tv", "tbias", "tkey_weight")
 

@@ -8,6 +8,7 @@ Tiles     k, v and the fp32 dk, dv stay on chip, q and dO stream: 4 products a t
 Limits    registers: two accumulators and two score tiles at once
 """
 
+import triton
 import triton.language as tl
 
 from .chunks import (
@@ -23,8 +24,20 @@ from .chunks import (
 )
 from .coord import flat_row, key_tile, member, query_range
 from .dropout import drop, dropout_keep
+from .gate import gate_of, gated
 from .kernel import kernel
-from .scores import PLANE, alibi_of, bias_of, load_row, load_weights, mask_of, probabilities, scores
+from .scores import (
+    PLANE,
+    alibi_of,
+    bias_of,
+    load_row,
+    load_weights,
+    mask_of,
+    of_addends,
+    of_products,
+    probabilities,
+    scores,
+)
 from .tiles import queries_of, query_step, query_steps
 
 
@@ -39,14 +52,30 @@ def dkdv_kernel(
 
     column_sums: dS over queries, fp32, one per query head and key. weight_sums: the gradient of key weights, fp32,
     one per key head and key.
+    """
+    j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
+    if j0 >= span.len_k:
+        return
+    dkdv_tile_of(
+        inputs, None, dout, reference, delta, dk, dv, column_sums, weight_sums, j0, at, span,
+        strides, strides.bias, dout_strides, dk_strides, dv_strides, sizes, mod,
+        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def dkdv_tile_of(
+    inputs, gate, dout, reference, delta, dk, dv, column_sums, weight_sums, j0, at, span,
+    strides, gate_strides, dout_strides, dk_strides, dv_strides, sizes, mod,
+    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATE_VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The results of one key tile, stored. gate: None, or the pointer of a tensor.
 
     Columns beyond the keys compute on zeros. Their results (inf included) stay in their own rows of dk and dv, which
     are not stored.
     """
-    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and (F.MASK != PLANE or F.TILES)
-    j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
-    if j0 >= span.len_k:
-        return
+    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and (F.MASK != PLANE or F.TILES) and gate is None
     j = j0 + tl.arange(0, BLOCK_N)
     row = span.start_k + j0
     columns_left = span.len_k - j0
@@ -72,6 +101,7 @@ def dkdv_kernel(
         lists = queries_of(j0, head, span, inputs, strides, F.TILES)
         steps = query_steps(lists, edges, BLOCK_M, F.TILES)
         alibi = alibi_of(inputs, strides, head, sizes, F)
+        of_head = gate_of(gate, gate_strides, head, span, GATE_VECTOR)
         sums = tl.zeros([BLOCK_N], tl.float32)
 
         for part in tl.static_range(FIRST, LAST):
@@ -98,22 +128,22 @@ def dkdv_kernel(
                 dout_rows = load_chunks(dout_tile, dout_strides, rows_left, sizes.head_dim_v, BLOCK_M, V, True)
                 keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)
                 if dv is not None:
-                    kept = drop(p, keep, mod).to(dout_rows[0].dtype)
+                    kept = gated(drop(p, keep, mod), of_head, i, j, span, GATE_VECTOR, TRANSPOSED).to(
+                        dout_rows[0].dtype
+                    )
                     acc_v = add_product(kept if TRANSPOSED else kept.T, dout_rows, acc_v, PRECISION)
                 if dk is not None or column_sums is not None or weight_sums is not None:
                     row_delta = load_row(delta + statistics + i, inside, 0.0, TRANSPOSED)
                     dp = score_chunks(dout_rows, v_rows, None, PRECISION, TRANSPOSED)
-                    dp = drop(dp, keep, mod)
+                    dp = gated(drop(dp, keep, mod), of_head, i, j, span, GATE_VECTOR, TRANSPOSED)
                     dp -= row_delta[None, :] if TRANSPOSED else row_delta[:, None]
                     ds = p * dp
                     if weight_sums is not None:
                         weight_sum += tl.sum(bare * dp, 1 if TRANSPOSED else 0)
                     if column_sums is not None:
-                        sums += tl.sum(ds, 1 if TRANSPOSED else 0)
+                        sums += tl.sum(of_addends(ds, slope, F), 1 if TRANSPOSED else 0)
                     if dk is not None:
-                        if F.SOFTCAP:
-                            ds = ds * slope
-                        ds = ds.to(q_rows[0].dtype)
+                        ds = of_products(ds, slope, F).to(q_rows[0].dtype)
                         acc_k = add_product(ds if TRANSPOSED else ds.T, q_rows, acc_k, PRECISION)
         if column_sums is not None:
             first = flat_row(at.b, head.h, sizes.heads, span.start_k, sizes.size_k, F.VARLEN)

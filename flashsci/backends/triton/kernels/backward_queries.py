@@ -1,12 +1,13 @@
 """Backward by query tiles: dq; every sum has one owner, no atomics.
 
 Maths     P = e^(S - lse); dP = R (dO V^T); dS = P (dP - delta), delta = sum_d dO O - dlse; dQ = scale dS' K;
-          dBias = dS; dS' = dS times the softcap's slope, R = dropout's keep / (1 - p)
+          dS' = dS times the softcap's slope; dBias = dS, or dS' if the softcap bounds the bias, too; R = dropout's keep / (1 - p)
 Grid      as in forward.py
 Tiles     q, dO and the fp32 dq stay on chip, k and v stream: 3 products a tile
 Limits    with backward_keys.py 7 products, against 5 of a kernel that adds up dq with atomics: the price of determinism
 """
 
+import triton
 import triton.language as tl
 
 from .chunks import (
@@ -22,8 +23,19 @@ from .chunks import (
 )
 from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
+from .gate import gated
 from .kernel import kernel
-from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, scores, store_plane
+from .scores import (
+    alibi_of,
+    bias_of,
+    load_weights,
+    mask_of,
+    of_addends,
+    of_products,
+    probabilities,
+    scores,
+    store_plane,
+)
 from .tiles import key_step, key_steps, keys_of
 
 # The use of dS, in addition to dq and dk: stored unchanged (the bias has every dim), or summed over keys or queries, or
@@ -46,6 +58,22 @@ def dq_kernel(
     i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
+    dq_tile_of(
+        inputs, None, dout, reference, delta, dq, dbias, i0, at, span,
+        strides, dout_strides, dq_strides, dbias_strides, sizes, mod,
+        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, BIAS_GRADIENT, DBIAS_VECTOR, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def dq_tile_of(
+    inputs, gate, dout, reference, delta, dq, dbias, i0, at, span,
+    strides, dout_strides, dq_strides, dbias_strides, sizes, mod,
+    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS_GRADIENT: tl.constexpr, DBIAS_VECTOR: tl.constexpr,
+    GATE_VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The results of one query tile, stored. gate: as `gate_of` makes it."""
     i = i0 + tl.arange(0, BLOCK_M)
     row = span.start_q + i0
     rows_left = span.len_q - i0
@@ -89,18 +117,17 @@ def dq_kernel(
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
-            dp = drop(dp, keep, mod)
+            dp = gated(drop(dp, keep, mod), gate, i, j, span, GATE_VECTOR, False)
             ds = p * (dp - row_delta[:, None])
             if BIAS_GRADIENT == STORE:
-                store_plane(dbias, i, j, span.len_k, ds, DBIAS_VECTOR)
+                store_plane(dbias, i, j, span.len_k, of_addends(ds, slope, F), DBIAS_VECTOR)
             if BIAS_GRADIENT == ROW_SUMS:
-                row_sums += tl.sum(ds, 1)
+                row_sums += tl.sum(of_addends(ds, slope, F), 1)
             if BIAS_GRADIENT == DISTANCE_SUMS:
                 away = tl.abs(j[None, :] - i[:, None] - span.shift).to(tl.float32)
-                row_sums -= tl.sum(ds * away, 1)
+                row_sums -= tl.sum(of_addends(ds, slope, F) * away, 1)
             if dq is not None:
-                if F.SOFTCAP:
-                    ds = ds * slope
+                ds = of_products(ds, slope, F)
                 acc = add_product(ds, k_rows, acc, PRECISION)
 
     if BIAS_GRADIENT >= ROW_SUMS:  # one of the sums over keys

@@ -20,6 +20,7 @@ from .scores import (
     load_plane,
     load_weights,
     mask_of,
+    of_addends,
     probabilities,
     scores,
     store_plane,
@@ -77,14 +78,14 @@ def bias_gradient_kernel(
                 _some, mask = tile_at(i0, j0, at, span, inputs, strides, BLOCK_M, F.TILES)
             alibi = alibi_of(inputs, strides, at, sizes, F)
             # Columns beyond the keys hold any values, and are not stored.
-            s, _slope = scores(s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)
+            s, slope = scores(s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)
             row_reference = tl.load(reference + first_row + i, mask=inside, other=float("inf"))
             row_delta = tl.load(delta + first_row + i, mask=inside, other=0.0)
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
             keep = dropout_keep(inputs, at, sizes, i0, j0, mod, F, BLOCK_M, BLOCK_N, False)
             dp = drop(dp, keep, mod)
-            total += p * (dp - row_delta[:, None])
+            total += of_addends(p * (dp - row_delta[:, None]), slope, F)
         store_plane(dplane, i, j, span.len_k, total, DBIAS_VECTOR)
 
 

@@ -99,7 +99,7 @@ def double_backward_bias_kernel(
             keep = dropout_keep(inputs, at, sizes, i0, j0, mod, F, BLOCK_M, BLOCK_N, False)
             dp = drop(dp, keep, mod)
             tdp = drop(tdp, keep, mod)
-            bend = softcap_bend(products, slope, mod, F)
+            bend = softcap_bend(products, s, slope, mod, F)
             row_mean = tl.load(mean + position, mask=inside, other=0.0)
             row_delta = tl.load(delta + position, mask=inside, other=0.0)
             row_zeta = tl.load(zeta + position, mask=inside, other=0.0)

@@ -119,7 +119,7 @@ def double_backward_keys_kernel(
                 keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)
                 dp = drop(dp, keep, mod)
                 tdp = drop(tdp, keep, mod)
-                bend = softcap_bend(products, slope, mod, F)
+                bend = softcap_bend(products, s, slope, mod, F)
                 row_mean = load_row(mean + position, inside, 0.0, TRANSPOSED)
                 row_delta = load_row(delta + position, inside, 0.0, TRANSPOSED)
                 row_zeta = load_row(zeta + position, inside, 0.0, TRANSPOSED)

@@ -109,7 +109,7 @@ def double_backward_queries_kernel(
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
             dp = drop(dp, keep, mod)
             tdp = drop(tdp, keep, mod)
-            bend = softcap_bend(products, slope, mod, F)
+            bend = softcap_bend(products, s, slope, mod, F)
             _w, f, e_raw, f_raw, _g = second_order(
                 p, bare, t, raw_t, tweights, dp - row_delta[:, None], tdp - row_zeta[:, None], row_mean, slope, bend, F, False
             )  # fmt: skip

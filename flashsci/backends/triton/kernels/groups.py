@@ -113,6 +113,7 @@ class Features(NamedTuple):
     RAGGED: bool  # the bias is one block of pairs after the other
     MASK: int
     MASK_VECTOR: int
+    CAPS_BIAS: bool = False  # the softcap bounds bias and ALiBi, too
     TILES: int = 0  # ABSENT, PLANE or KEY: the mask has a table of tiles, see tiles.py
 
 

@@ -188,7 +188,7 @@ def scores(
     slope = 1.0
     s = products
     factor = mod.scale
-    if F.SOFTCAP:
+    if F.SOFTCAP and not F.CAPS_BIAS:
         s, slope = tanh(products * (mod.scale / mod.softcap))
         factor = mod.softcap
     if bias is not None:  # one multiply-add, in every kernel the same: P is recomputed from equal scores
@@ -202,6 +202,10 @@ def scores(
     if alibi is not None:  # one multiply-add, for the same reason
         away = j[:, None] - i[None, :] if TRANSPOSED else j[None, :] - i[:, None]
         s = tl.fma(tl.abs(away - span.shift).to(tl.float32), -alibi, s)
+    if F.CAPS_BIAS:
+        bounded, slope = tanh(rounded_product(s, 1.0 / mod.softcap))
+        # A bias of -inf hides its key.
+        s = tl.where(s == float("-inf"), s, rounded_product(bounded, mod.softcap))
     if mask is not None:
         if len(mask) == 2:  # Bits
             s = tl.where(bits_at(mask, j, TRANSPOSED), s, float("-inf"))
@@ -216,7 +220,27 @@ def scores(
         s = tl.where(j - i <= span.shift + mod.right, s, float("-inf"))
     if WINDOW == 2:
         s = tl.where(j - i >= span.shift - mod.left, s, float("-inf"))
+    if F.CAPS_BIAS:  # the bias beyond the last key may be NaN
+        slope = tl.where(s == float("-inf"), 0.0, slope)
     return s, slope
+
+
+@triton.jit
+def of_products(ds, slope, F: tl.constexpr):
+    """The gradient of scaled products: dS times the slope of the softcap."""
+    if F.SOFTCAP:
+        return ds * slope
+    else:
+        return ds
+
+
+@triton.jit
+def of_addends(ds, slope, F: tl.constexpr):
+    """The gradient of a bias at each pair: dS, times the slope of a softcap that bounds the bias, too."""
+    if F.CAPS_BIAS:
+        return ds * slope
+    else:
+        return ds
 
 
 # A reference from here on is rounded to multiples of 2 or more: exponents next to it mean nothing.

@@ -75,7 +75,7 @@ class DensePlan:
     """The values that the launches of one kind of call share. Made by `plan`."""
 
     def __init__(self, device, dtype, shapes, strides, bias, weight, mask, alibi, table, sequences, longest, ragged, scale, softcap,
-                 window_left, window_right, lower_right, dropout_p, precision):  # fmt: skip
+                 window_left, window_right, lower_right, dropout_p, precision, caps_bias):  # fmt: skip
         q_shape, k_shape, v_shape = shapes
         self.device, self.dtype = device, dtype
         self.lead = (1, 1, *q_shape[:-3])[-2:]
@@ -163,7 +163,7 @@ class DensePlan:
             "F": Features(
                 VARLEN=self.varlen, WINDOW=self.window, SOFTCAP=softcap > 0.0, DROPOUT=dropout,
                 BIAS=bias_kind, BIAS_VECTOR=bias_vector, RAGGED=ragged, MASK=mask_kind, MASK_VECTOR=mask_vector,
-                TILES=self.tiles,
+                CAPS_BIAS=caps_bias and softcap > 0.0 and (bias is not None or alibi is not None), TILES=self.tiles,
             ),
             "D": Chunks(d0, d1, d0 + d1 != self.head_dim, vector),
             "V": Chunks(v0, v1, v0 + v1 != self.head_dim_v, vector),
@@ -224,9 +224,11 @@ class DensePlan:
         tiles_k = 1 if self.varlen else -(-self.size_k // arguments["BLOCK_N"])
         return self.split(arguments, tiles, tiles_k)
 
-    def split(self, arguments: dict, tiles: int, tiles_k: int) -> tuple[int, dict, int]:
-        """The same for tiles that cover a block of the bias."""
-        shape = self.bias_shape
+    def split(
+        self, arguments: dict, tiles: int, tiles_k: int, shape: tuple[int, ...] | None = None
+    ) -> tuple[int, dict, int]:
+        """The same for tiles that cover a block of the bias, or of another tensor of this shape."""
+        shape = self.bias_shape if shape is None else shape
         own = (1, 1, shape[0]) if self.ragged else (1, 1, 1, *shape[:-2])[-3:]
         full = (*self.lead, self.heads)
         shared = tuple(n // m for n, m in zip(full, own, strict=True))
@@ -402,6 +404,12 @@ def plan_of(strided, inputs: tuple, longest: int, options) -> DensePlan:
     )
 
 
+def options_of(scalars: Scalars) -> tuple:
+    """The options that a plan depends on: without longest lengths; all kernels are deterministic."""
+    _, _, *options, _, caps_bias = scalars
+    return *options, caps_bias
+
+
 def longest_class(max_seqlen_q: int, max_seqlen_k: int) -> int:
     """The class of the longest varlen lengths, if known: it only decides whether each sequence fits in one tile."""
     if max_seqlen_q == BATCH_INVARIANT:
@@ -512,10 +520,9 @@ def rows_of(x, out):
 
 
 def prepared_forward(tensors: Tensors, scalars: Scalars) -> ForwardLaunches:
-    """A prepared forward. Longest lengths are not needed, and all kernels are deterministic."""
-    _, _, *options, _ = scalars
+    """A prepared forward. Longest lengths are not needed."""
     longest = BATCH_INVARIANT if scalars.batch_invariant() else 0
-    p = plan_of(tensors[:3], tuple(tensors), longest, options)
+    p = plan_of(tensors[:3], tuple(tensors), longest, options_of(scalars))
     if p.prepared is None:
         p.prepared = ForwardLaunches(p, tensors)
     return p.prepared
@@ -523,9 +530,8 @@ def prepared_forward(tensors: Tensors, scalars: Scalars) -> ForwardLaunches:
 
 def prepared_backward(dout, saved: Saved, need: int) -> BackwardLaunches:
     tensors, out, _, scalars = saved
-    max_seqlen_q, max_seqlen_k, *options, _ = scalars
-    longest = longest_class(max_seqlen_q, max_seqlen_k)
-    p = plan_of((*tensors[:3], rows_of(dout, out), rows_of(out, out)), tuple(tensors), longest, options)
+    longest = longest_class(scalars.max_seqlen_q, scalars.max_seqlen_k)
+    p = plan_of((*tensors[:3], rows_of(dout, out), rows_of(out, out)), tuple(tensors), longest, options_of(scalars))
     if need not in p.backwards:
         p.backwards[need] = BackwardLaunches(p, tensors, need)
     return p.backwards[need]

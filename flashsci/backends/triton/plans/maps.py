@@ -10,7 +10,7 @@ from flashsci.backends.triton.kernels.groups import Schedule
 from flashsci.backends.triton.kernels.map_keys import map_keys_kernel
 from flashsci.backends.triton.kernels.map_rows import map_rows_kernel
 from flashsci.backends.triton.launcher import Launch
-from flashsci.backends.triton.plans.dense import DensePlan, plan_of
+from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of
 from flashsci.call import map_ops
 from flashsci.call.map_ops import MapCall, empty_results
 from flashsci.call.op_checks import need
@@ -50,8 +50,7 @@ def statistics(call: MapCall) -> tuple[torch.Tensor, ...]:
         f"the kernels of maps have head dims up to {most}, got {dim}; use_backend('reference') has no limit",
     )
     tensors, scalars = checks.checked(call.tensors, call.scalars, of_lse=(call.lse,)), call.scalars
-    _, _, *options, _ = scalars
-    plan = plan_of(tensors[:3], tuple(tensors), 0, options)
+    plan = plan_of(tensors[:3], tuple(tensors), 0, options_of(scalars))
     found = empty_results(call)
     if plan.empty:
         for x, value in zip(found, (0.0, -math.inf, 0.0), strict=True):

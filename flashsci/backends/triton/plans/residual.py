@@ -14,7 +14,7 @@ from flashsci.backends.triton.kernels.residual_backward import (
 )
 from flashsci.backends.triton.kernels.residual_forward import residual_forward_kernel
 from flashsci.backends.triton.launcher import Launch
-from flashsci.backends.triton.plans.dense import DensePlan, plan_of, rows_of
+from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of, rows_of
 from flashsci.backends.triton.plans.strides import plane_strides, strides4
 from flashsci.call import residual_ops
 from flashsci.call.op_checks import shapes
@@ -163,8 +163,7 @@ def inputs_of(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor
 
 def plan_for(call: ResidualCall, *more: Tensor) -> DensePlan:
     """The plan of a call. more: further tensors with rows."""
-    _, _, *options, _ = call.scalars
-    return plan_of((*call[:3], *more), inputs_of(*call[:5]), 0, options)
+    return plan_of((*call[:3], *more), inputs_of(*call[:5]), 0, options_of(call.scalars))
 
 
 def alike(x: Tensor) -> tuple:
