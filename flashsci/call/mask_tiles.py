@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashsci.call.kinds import ATTENTION, Dense
 from flashsci.call.ops import Tensors
+from flashsci.call.problem import differs_by_query
 from flashsci.call.row_pitch import FEWEST_READERS, once
 from flashsci.call.torch_state import certainly, is_traced
 
@@ -65,10 +66,7 @@ def pays(tensors: Tensors) -> bool:
 
 def decides(tensors: Tensors) -> bool:
     """Whether the mask of a call decides its backend: it has a row for each query, and its table :func:`pays`."""
-    mask = tensors.mask
-    if mask is None or mask.dim() < 2 or not certainly(mask.shape[-2] > 1) or certainly(mask.stride(-2) == 0):
-        return False
-    return pays(tensors)
+    return tensors.mask is not None and differs_by_query(tensors.mask) and pays(tensors)
 
 
 def belongs(table: Tensor, given: Dense) -> bool:

@@ -37,7 +37,7 @@ PREDICTED = "predictions"  # in the place of a table's name: times that flashsci
 
 #: For numbers a rule gives a range, for other features the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")
-WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "few_scores", "paged", "grad", "forward")  # fmt: skip
+WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "mask_by_query", "key_weight", "dropout", "softcap", "varlen", "few_scores", "paged", "grad", "forward")  # fmt: skip
 
 
 def _bias(p: Problem) -> str:
@@ -94,6 +94,7 @@ def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, An
         "bias_grad": p.bias_grad,
         "bias_summed": p.bias_summed,
         "mask": p.mask,
+        "mask_by_query": p.mask_by_query,
         "key_weight": p.key_weight,
         "dropout": p.dropout_p > 0,
         "softcap": p.softcap > 0,
