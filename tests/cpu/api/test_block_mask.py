@@ -23,16 +23,9 @@ def test_documents():
     assert torch.equal(BlockMask.from_documents(ids, causal=True).mask, due.tril())
 
 
-def test_function(monkeypatch):
-    monkeypatch.setattr("flashsci.api.block_mask.BLOCK", 500)
-    rows = []
-
-    def function(b, h, q, k):
-        rows.append(q.numel())
-        return (q - k).abs() <= b + h
-
-    made = BlockMask.from_function(function, 2, 3, 40, 50, "cpu")
-    assert made.mask.shape == (2, 3, 40, 50) and len(rows) > 1 and sum(rows) == 40 and max(rows) * 300 <= 500
+def test_function():
+    made = BlockMask.from_function(lambda b, h, q, k: (q - k).abs() <= b + h, 2, 3, 40, 50, "cpu")
+    assert made.mask.shape == (2, 3, 40, 50)
     q, k = torch.arange(40)[:, None], torch.arange(50)
     for b in range(2):
         for h in range(3):
