@@ -201,8 +201,8 @@ class BlockMask(NamedTuple):
     ) -> BlockMask:
         """A mask that is not held, from blocks of its rows. ``own``: its shape without repetitions."""
         *lead, rows, keys = own
-        made = mask_blocks.table_of(part, tuple(lead), rows, keys)
-        return cls(None, made.table, torch.empty(*shape, 0, dtype=torch.bool, device=device))
+        table = mask_blocks.table_of(part, tuple(lead), rows, keys)
+        return cls(None, table, torch.empty(*shape, 0, dtype=torch.bool, device=device))
 
 
 def _is_large(shape: tuple[int, ...]) -> bool:

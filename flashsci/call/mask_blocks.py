@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,6 @@ from flashsci.call.ops import empty_with_inner_keys
 
 #: Scores of a mask that are held at once.
 BLOCK = 1 << 22
-
-
-class Made(NamedTuple):
-    """A table, and the most tiles that one of its blocks lists."""
-
-    table: Tensor
-    listed: int
 
 
 def row_blocks(count: int, rows: int, keys: int) -> Iterator[tuple[int, int]]:
@@ -71,7 +63,7 @@ def _lists(kinds: Tensor) -> tuple[Tensor, Tensor]:
     return before, listed[..., :-1]
 
 
-def table_of(part_of: Callable[[int, int], Tensor], lead: tuple[int, ...], rows: int, keys: int) -> Made:
+def table_of(part_of: Callable[[int, int], Tensor], lead: tuple[int, ...], rows: int, keys: int) -> Tensor:
     """The table [*lead, 1, N] of a mask [*lead, rows, keys] with more than one row.
 
     Args:
@@ -89,11 +81,7 @@ def table_of(part_of: Callable[[int, int], Tensor], lead: tuple[int, ...], rows:
         bits.append(_packed(found[partial]))
         owners.append(partial[0])
     kind = torch.cat(kinds, 1)
-    return Made(_assembled(kind, torch.cat(bits), torch.cat(owners), rows, keys).unflatten(0, (*lead, 1)), _most(kind))
-
-
-def _most(kind: Tensor) -> int:
-    return int((kind > 0).sum((1, 2)).max())
+    return _assembled(kind, torch.cat(bits), torch.cat(owners), rows, keys).unflatten(0, (*lead, 1))
 
 
 def _assembled(kind: Tensor, bits: Tensor, owners: Tensor, rows: int, keys: int) -> Tensor:

@@ -11,7 +11,8 @@ from flashsci import BlockMask
 from flashsci.call.kinds import Dense
 from flashsci.call.mask_tiles import belongs, decides
 from flashsci.call.ops import Tensors
-from flashsci.choice.candidates import TILED, rule_of
+from flashsci.choice import preferences
+from flashsci.choice.candidates import rule_of
 from flashsci.choice.gradients import by_rules, gradients
 
 
@@ -104,7 +105,7 @@ def test_the_rule_of_auto():
     assert not belongs(mask, Dense(q, q, q, mask=mask[:, :1]))
     problem = flashsci.explain(q, q, q, mask=mask).problem
     assert problem.mask_tiles
-    assert rule_of(problem) is not TILED
+    assert preferences.tiled(problem) is None, "there is no GPU"
 
 
 def test_calls_on_tensor_cores_with_tables_are_triton_s():
@@ -114,8 +115,10 @@ def test_calls_on_tensor_cores_with_tables_are_triton_s():
     problem = flashsci.explain(q, q, q, mask=BlockMask.from_documents(torch.arange(20))).problem
     for capability, tiled in (((9, 0), True), ((8, 0), True), ((7, 5), False)):
         here = replace(problem, capability=capability, device_type="cuda")
-        assert (rule_of(here) is TILED) == tiled
+        assert (preferences.tiled(here) is not None) == tiled
+        assert preferences.tiled(replace(here, mask_tiles=False)) is None
         if tiled:
-            assert rule_of(here).order[0] == "triton"
+            assert rule_of(here) is preferences.tiled(here) and rule_of(here).order[0] == "triton"
+            assert "hides" in rule_of(here).cited()
             learning = replace(here, requires_grad=True)
             assert gradients(by_rules("triton"), learning, anywhere=True).backend == "triton"
