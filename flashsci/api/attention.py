@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashsci.api import fp8
-from flashsci.api.block_mask import BlockMask
+from flashsci.api.block_mask import BlockMask, is_held, parts
 from flashsci.call import arguments, transforms
 from flashsci.call import mask_tiles as tables
 from flashsci.call.dispatch import run, seed_for
@@ -178,9 +178,10 @@ def attention(
         one learnt logit per head they are gpt-oss's).
     """
     again = call = None
-    tiles: Tensor | None = None
+    tiles = block = None
     if mask is not None and isinstance(mask, BlockMask):
-        tiles, mask = mask.tiles, mask.mask
+        block = mask
+        mask, tiles = (mask.mask, mask.tiles) if mask.extent is None else parts(mask)
     if dropout_seed is pair_gate is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)
@@ -198,13 +199,15 @@ def attention(
         rows = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes, tiles)
         found = again(rows if sink is None else (*rows, sink))
         return found if return_lse else found[0]
+    if block is not None and (type(q).__name__ == "DTensor" or getattr(q, "is_nested", False)):
+        mask, tiles = block.dense(), None
     if type(q).__name__ == "DTensor":
         from flashsci.distributed.dtensor import on_shards
 
-        parts = dict(q=q, k=k, v=v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink)
+        shards = dict(q=q, k=k, v=v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink)
         return on_shards(
             attention,
-            {name: x for name, x in parts.items() if x is not None},
+            {name: x for name, x in shards.items() if x is not None},
             dict(pair_gate=pair_gate, dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype),
             causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at, return_lse=return_lse,
             deterministic=deterministic, precision=precision, backend=backend,
@@ -235,10 +238,14 @@ def attention(
     bias = arguments.widened(bias, q.dtype)
     needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink, pair_gate)
     given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes, sink, pair_gate)
-    tiles = tiles if pair_gate is None else None  # which its kernels do not read
-    plan = _plan(given, options, needs_grad, backend, tiles is not None)
-    if tiles is not None and not (plan.reads_tables and tables.belongs(tiles, given)):
+    tabled = tiles is not None and pair_gate is None  # the kernels of gated calls read masks
+    plan = _plan(given, options, needs_grad, backend, tabled)
+    if tiles is not None and not (tabled and plan.computes_by(tiles, given, is_held(block))):
         tiles = call = None
+        if block is not None and not is_held(block):
+            mask = block.dense()
+            given = given._replace(mask=mask)
+            plan = _plan(given, options, needs_grad, backend, tabled)
     # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
     tensors = Tensors(q, k, v, bias, key_weight, mask, dropout_seed=dropout_seed, alibi_slopes=alibi_slopes, mask_tiles=tiles)  # fmt: skip

@@ -106,6 +106,7 @@ def attention_backward(
 
     Source: Dao, arXiv:2307.08691, algorithm 2; Liu et al., arXiv:2310.01889 (ring attention).
     """
+    block = mask if isinstance(mask, BlockMask) else None
     mask, tiles = block_mask.parts(mask)
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes)
     arguments.check_type("out", out)
@@ -126,8 +127,6 @@ def attention_backward(
     if cu_seqlens_q is None:
         dense = Dense(q, k, v, bias, key_weight, mask, alibi_slopes)
         call = describe(dense, options, needs_grad, tiles is not None)
-        if tiles is not None and not tables.belongs(tiles, dense):
-            tiles = None
         equal = all(x.dim() == q.dim() and x.shape[:-3] == q.shape[:-3] for x in (k, v))
         if not equal or q.dim() > 5:
             raise ValueError(
@@ -157,12 +156,16 @@ def attention_backward(
         if is_recorded() or q.is_meta:
             choice = recorded_reference()
     module = backends.LOADED[ATTENTION][choice.forward]
+    if tiles is not None and not tables.serves(tiles, dense, choice, module, block_mask.is_held(block)):
+        tiles = None
+    if block is not None and tiles is None and not block_mask.is_held(block):
+        mask = with_rank(block.dense(), q.dim())
     if cu_seqlens_q is not None:
         q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))
         dout = None if dout is None else dout.transpose(0, 1)
     tensors = Tensors(
         q, k, v, kernel_bias, kernel_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
-        alibi_slopes, tiles if tables.reads(module) else None,
+        alibi_slopes, tiles,
     ).inner_contiguous()  # fmt: skip
     rows = whole_rows(tensors) if module.FUSED else tensors
     copied, tensors = rows.bias is not tensors.bias, rows

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashsci.call.kinds import OFFSETS, Argument, Field, Role
 from flashsci.call.ops import BATCH_INVARIANT, Scalars
+from flashsci.call.problem import differs_by_query
 from flashsci.call.torch_state import is_captured, is_readable, transforming
 from flashsci.call.transforms import is_mapped, wanted
 
@@ -419,7 +420,7 @@ class Options(NamedTuple):
     def features(self, tensors: Mapping[str, Tensor | None], needs_grad: bool) -> dict[str, Any]:
         """The fields of a Problem that follow from the options and the tensors of a call, by name."""
         given = tuple([name for name, x in tensors.items() if x is not None])
-        bias, key_weight = tensors.get("bias"), tensors.get("key_weight")
+        bias, key_weight, mask = tensors.get("bias"), tensors.get("key_weight"), tensors.get("mask")
         # A compiler may keep floats symbolic; it is enough to know whether there is a softcap or dropout.
         static = torch.compiler.is_compiling()
         learnt = needs_grad and wanted(tensors.get("alibi_slopes"))
@@ -449,7 +450,8 @@ class Options(NamedTuple):
             # A tangent, or a derivative under a transform or a compiler.
             alibi_further=learnt and (static or transforming()),
             sink="sink" in given,
-            mask="mask" in given,
+            mask=mask is not None,
+            mask_by_query=mask is not None and differs_by_query(mask),
             given=given,
         )
 

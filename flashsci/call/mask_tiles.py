@@ -14,10 +14,14 @@ from torch import Tensor
 
 from flashsci.call.kinds import ATTENTION, Dense
 from flashsci.call.ops import Tensors
+from flashsci.call.problem import differs_by_query
 from flashsci.call.row_pitch import FEWEST_READERS, once
 from flashsci.call.torch_state import certainly, is_traced
+from flashsci.choice.gradients import BY_RULES, Choice
 
 TILE = 64
+#: Numbers of bits of a tile of a mask with a row for each query; such a table has a multiple of them.
+BITS = 2 * TILE
 #: Scores of a call from which on two more launches are a small part of its time.
 FEWEST_SCORES = 1 << 26
 
@@ -27,10 +31,28 @@ def tiles(length: int) -> int:
     return (length + TILE - 1) // TILE
 
 
-def table_length(rows: int, keys: int) -> int:
-    """Numbers of the table of one block of a mask."""
+def lists_length(rows: int, keys: int) -> int:
+    """Numbers of the table of one block of a mask before its bits."""
     tiles_q, tiles_k = tiles(rows), tiles(keys)
-    return 4 * tiles_q * tiles_k + tiles_q + tiles_k + words(rows, keys)
+    length = 5 * tiles_q * tiles_k + tiles_q + tiles_k
+    return length if rows == 1 else (length + BITS - 1) // BITS * BITS
+
+
+def table_length(rows: int, keys: int) -> int:
+    """Numbers of the table of one block of a mask in which every tile has bits."""
+    return lists_length(rows, keys) + words(rows, keys)
+
+
+def places(length: int, rows: int, keys: int) -> int:
+    """Tiles that have bits in a table of this length."""
+    return (length - lists_length(rows, keys)) // (2 * tile_rows(rows))
+
+
+def fits(length: int, rows: int, keys: int) -> bool:
+    """Whether a table of this length may be one of a mask of these sizes."""
+    if rows > 1 and length % BITS == 0:
+        return places(length, rows, keys) >= 1
+    return length == table_length(1, keys)
 
 
 def words(rows: int, keys: int) -> int:
@@ -43,9 +65,9 @@ def tile_rows(rows: int) -> int:
     return 1 if rows == 1 else TILE
 
 
-def has_rows(shape: tuple[int, ...], rows: int, keys: int) -> bool:
+def has_rows(shape: tuple[int, ...], rows: int) -> bool:
     """Whether a table, by its shape, is that of a mask with a row for each query; else of one with one row for all."""
-    return rows > 1 and shape[-1] == table_length(rows, keys)
+    return rows > 1 and shape[-1] % BITS == 0  # the others have an odd length
 
 
 def pays(tensors: Tensors) -> bool:
@@ -65,16 +87,26 @@ def pays(tensors: Tensors) -> bool:
 
 def decides(tensors: Tensors) -> bool:
     """Whether the mask of a call decides its backend: it has a row for each query, and its table :func:`pays`."""
-    mask = tensors.mask
-    if mask is None or mask.dim() < 2 or not certainly(mask.shape[-2] > 1) or certainly(mask.stride(-2) == 0):
-        return False
-    return pays(tensors)
+    return tensors.mask is not None and differs_by_query(tensors.mask) and pays(tensors)
 
 
 def belongs(table: Tensor, given: Dense) -> bool:
     """Whether a table is of the very scores of a call, whose mask it does not repeat along the keys."""
     mask, k = given.mask, given.k
     return mask is not None and table.dim() == mask.dim() and certainly(mask.shape[-1] == k.shape[-2])
+
+
+def serves(table: Tensor, given: Dense, choice: Choice, module: Any, held: bool) -> bool:
+    """Whether the kernels of a choice, which are of a backend's module, compute a call by the table of its mask.
+
+    Args:
+        held: whether the call has a tensor of the mask. Without one no kernel may read it: not those of short
+            sequences and of wide heads, which have no tiles to skip, nor another backend's for gradients.
+    """
+    if not (reads(module) and belongs(table, given)):
+        return False
+    own = choice.gradients in (choice.forward, BY_RULES)
+    return held or (own and not module.reads_mask(given.q, given.k, given.v))
 
 
 def reads(module: Any) -> bool:

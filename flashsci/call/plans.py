@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashsci.call import bias_copy, mask_tiles, repeats, row_pitch
+from flashsci.call.kinds import Dense
 from flashsci.call.ops import Given, Saved, Scalars, Tensors, raised, unobserved, with_inner_keys
 from flashsci.call.torch_state import casts_to, is_traced, rounds_products, transforming
 from flashsci.call.transforms import wanted
@@ -97,6 +98,10 @@ class Plan:
     def reads_tables(self) -> bool:
         """Whether its kernels read the table of a mask."""
         return mask_tiles.reads(self.module)
+
+    def computes_by(self, table: Tensor, given: Dense, held: bool) -> bool:
+        """:func:`mask_tiles.serves` for its choice."""
+        return mask_tiles.serves(table, given, self.choice, self.module, held)
 
     @property
     def settled(self) -> bool:

@@ -11,14 +11,6 @@ from flashsci.choice import predictions, preferences
 from flashsci.choice.backends import BACKENDS, find
 from flashsci.choice.gradients import by_rules, gradients, named
 
-#: The rule of calls whose mask has a table of its tiles.
-TILED = preferences.Rule(
-    {"mask_tiles": True},
-    ("triton", "cuda", "sdpa", "reference"),
-    "no other kernels skip the tiles that a mask hides",
-    "candidates",
-)
-
 #: The rule of calls whose results may not depend on the batch: nor may their backend.
 INVARIANT = preferences.Rule(
     {"batch_invariant": True}, ("triton", "reference"), "no other backend promises it", "candidates"
@@ -27,11 +19,11 @@ INVARIANT = preferences.Rule(
 
 def rule_of(problem: Problem) -> preferences.Rule:
     """The rule by which ``auto`` orders the backends."""
-    on_tensor_cores = problem.capability is not None and problem.capability >= (8, 0)
     if problem.batch_invariant:
         return INVARIANT
-    if problem.mask_tiles and on_tensor_cores:
-        return TILED
+    tiled = preferences.tiled(problem)
+    if tiled is not None:
+        return tiled
     rule = preferences.find("calls", problem)
     return by_times(rule, problem) if predictions.enabled() else rule
 

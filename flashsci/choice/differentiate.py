@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Tensors
-from flashsci.call.problem import problem_of, sums_bias
+from flashsci.call.problem import differs_by_query, problem_of, sums_bias
 from flashsci.call.torch_state import count_flops, tracer_paused
 from flashsci.choice.backends import BACKENDS, FORWARD_OF_CUDA, kernels
 from flashsci.choice.candidates import able, advice
@@ -134,7 +134,9 @@ def _decided(choice: Choice, module: Any, saved: Saved, need: int) -> str:
         index(v.shape[-1]),
         sizes,
         given=given,
-        mask="mask" in given,
+        mask=tensors.mask is not None,
+        mask_by_query=tensors.mask is not None and differs_by_query(tensors.mask),
+        mask_tiles=tensors.mask_tiles is not None,
         key_weight="key_weight" in given,
         alibi="alibi_slopes" in given,
         varlen=cu_seqlens_q is not None,

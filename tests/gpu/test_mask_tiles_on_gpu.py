@@ -164,3 +164,23 @@ def test_auto_takes_the_kernels_that_skip():
     mask = (i[:, None] - i).abs() < 100
     for given in (mask, flashsci.BlockMask.from_mask(mask)):
         assert flashsci.explain(q, q, q, mask=given).chosen == "triton"
+
+
+@pytest.mark.parametrize("mask", ("documents", "graph for each head"))
+def test_masks_that_are_not_held(mask, monkeypatch):
+    """Their tables have bits of partial tiles alone; the results are those of tables with all bits, bit by bit."""
+    given = masks()[mask]
+    monkeypatch.setattr("flashsci.api.block_mask.MOST_HELD", 1 << 62)
+    held = flashsci.BlockMask.from_mask(given)
+    monkeypatch.setattr("flashsci.api.block_mask.MOST_HELD", 0)
+    block = flashsci.BlockMask.from_mask(given)
+    assert block.mask is None and block.tiles.is_cuda and torch.equal(block.dense(), given)
+    leaves = [
+        torch.randn(2, 8, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in SIZES[:1] + 2 * SIZES[1:]
+    ]
+    due, found = [], []
+    for into, one in ((due, held), (found, block)):
+        out = flashsci.attention(*leaves, mask=one, backend="triton")
+        into += [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+    assert all(torch.equal(x, y) for x, y in zip(found, due, strict=True))

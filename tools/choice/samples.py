@@ -91,8 +91,8 @@ def of_drawn(path: Path, forwards: Any) -> list[Sample]:
         call = drawn.measured(record)
         work = record["call"].get("work", "forward")
         device = find(tuple(record["env"]["capability"] or ()), record["env"]["gpu"] or "")  # type: ignore[arg-type]
-        # A Problem does not say whether a mask differs by query, and such a mask costs more.
-        if call is None or device is None or work == "second" or call.call.mask not in ("none", "keys", "", None):
+        # The work of a call with a table depends on the tiles that its mask hides, which a Problem does not say.
+        if call is None or device is None or work == "second" or call.problem.mask_tiles:
             continue
         own = dict(id=f"{call.call.seed}/{call.call.index}", suite=f"seed {call.call.seed}", source=path.name)
         for name, timed in record["candidates"].items():

@@ -65,6 +65,8 @@ def prepared_backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, ne
     return dense.prepared_backward(dout, saved, need)
 
 
+reads_mask = dense.reads_mask
+
 FUSED = True
 _ROWS = frozenset(("q", "k", "v"))
 _OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from flashsci.backends.triton import tilings
 from flashsci.call import kinds
 from flashsci.call.kinds import Role
-from flashsci.call.mask_tiles import table_length
+from flashsci.call.mask_tiles import fits
 from flashsci.call.op_checks import declared, need, numbers, rows_fit, same, shapes
 from flashsci.call.ops import Saved, Scalars, Tangents, Tensors, statistics_dtype
 
@@ -112,11 +112,10 @@ def _check_table(table: Tensor, mask: Tensor | None, q: Tensor, k: Tensor) -> No
     """Check the table of tiles of a mask, see kernels/tiles.py."""
     need(mask is not None, "mask_tiles belong to a mask")
     assert mask is not None
-    lengths = {table_length(rows, k.shape[-2]) for rows in (1, q.shape[-2])}
-    fits = table.dim() == mask.dim() and table.shape[-2] == 1 and table.shape[-1] in lengths
-    fits = fits and all(n in (1, m) for n, m in zip(table.shape[:-2], mask.shape[:-2], strict=True))
+    right = table.dim() == mask.dim() and table.shape[-2] == 1 and fits(table.shape[-1], q.shape[-2], k.shape[-2])
+    right = right and all(n in (1, m) for n, m in zip(table.shape[:-2], mask.shape[:-2], strict=True))
     need(
-        fits,
+        right,
         f"mask_tiles must be the table of flashsci::triton_mask_tiles for a mask of {list(mask.shape)}, got "
         f"{list(table.shape)}",
     )

@@ -13,7 +13,7 @@ from flashsci.call.problem import Problem
 from flashsci.choice.preferences import features
 
 #: Features (flashsci/choice/preferences) of which each value must have been seen. Others are: ALiBi, sinks and settings.
-NAMED = ("aligned", "bias", "inner_heads", "bias_grad", "mask", "key_weight", "dropout", "softcap")
+NAMED = ("aligned", "bias", "inner_heads", "bias_grad", "mask", "mask_by_query", "key_weight", "dropout", "softcap")
 #: Head dims between the least and the largest that were seen.
 RANGE = "head_dim"
 

@@ -19,7 +19,7 @@ class Work(NamedTuple):
     deep: float  # the same times the head dim over 128: wide heads leave fewer registers
     unaligned: float  # products with rows that no vector load fits
     scores: float  # one operation of a lane for each score
-    biased: float  # the same for scores that have a bias of their own
+    biased: float  # the same for scores that have a bias or a mask of their own
     modified: float  # for each other modification of scores
     summed: float  # for scores whose gradients are summed to that of a bias
     memory: float  # bytes from and to memory
@@ -84,8 +84,17 @@ def work_of(p: Problem, backend: str, family: Family, backward: bool, device: De
     # A processor without a program waits for the others.
     waits = 1.0 if tiling.grid == "split" else max(1.0, (turns + math.ceil(turns)) / 2) / turns
     lane = waits * all_scores / device.lanes
-    own = has_own_bias(p)
-    others = sum((p.bias and not own, p.mask, p.softcap > 0, p.dropout_p > 0, p.alibi, p.key_weight))
+    own = has_own_bias(p) + p.mask_by_query
+    others = sum(
+        (
+            p.bias and not has_own_bias(p),
+            p.mask and not p.mask_by_query,
+            p.softcap > 0,
+            p.dropout_p > 0,
+            p.alibi,
+            p.key_weight,
+        )
+    )
     moved = float(p.bytes(int(backward)))
     if backend == "eager":
         passes = 7 if backward else 5
@@ -99,7 +108,7 @@ def work_of(p: Problem, backend: str, family: Family, backward: bool, device: De
         deep=products * sum(dims) / 256,
         unaligned=products if p.head_dim % 8 or p.head_dim_v % 8 else 0.0,
         scores=lane,
-        biased=lane if own else 0.0,
+        biased=own * lane,
         modified=others * lane,
         summed=lane if backward and family.sums else 0.0,
         memory=moved / device.bytes,

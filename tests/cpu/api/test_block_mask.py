@@ -11,7 +11,8 @@ from flashsci import BlockMask
 from flashsci.call.kinds import Dense
 from flashsci.call.mask_tiles import belongs, decides
 from flashsci.call.ops import Tensors
-from flashsci.choice.candidates import TILED, rule_of
+from flashsci.choice import preferences
+from flashsci.choice.candidates import rule_of
 from flashsci.choice.gradients import by_rules, gradients
 
 
@@ -23,16 +24,9 @@ def test_documents():
     assert torch.equal(BlockMask.from_documents(ids, causal=True).mask, due.tril())
 
 
-def test_function(monkeypatch):
-    monkeypatch.setattr("flashsci.api.block_mask.BLOCK", 500)
-    rows = []
-
-    def function(b, h, q, k):
-        rows.append(q.numel())
-        return (q - k).abs() <= b + h
-
-    made = BlockMask.from_function(function, 2, 3, 40, 50, "cpu")
-    assert made.mask.shape == (2, 3, 40, 50) and len(rows) > 1 and sum(rows) == 40 and max(rows) * 300 <= 500
+def test_function():
+    made = BlockMask.from_function(lambda b, h, q, k: (q - k).abs() <= b + h, 2, 3, 40, 50, "cpu")
+    assert made.mask.shape == (2, 3, 40, 50)
     q, k = torch.arange(40)[:, None], torch.arange(50)
     for b in range(2):
         for h in range(3):
@@ -111,7 +105,7 @@ def test_the_rule_of_auto():
     assert not belongs(mask, Dense(q, q, q, mask=mask[:, :1]))
     problem = flashsci.explain(q, q, q, mask=mask).problem
     assert problem.mask_tiles
-    assert rule_of(problem) is not TILED
+    assert preferences.tiled(problem) is None, "there is no GPU"
 
 
 def test_calls_on_tensor_cores_with_tables_are_triton_s():
@@ -121,8 +115,10 @@ def test_calls_on_tensor_cores_with_tables_are_triton_s():
     problem = flashsci.explain(q, q, q, mask=BlockMask.from_documents(torch.arange(20))).problem
     for capability, tiled in (((9, 0), True), ((8, 0), True), ((7, 5), False)):
         here = replace(problem, capability=capability, device_type="cuda")
-        assert (rule_of(here) is TILED) == tiled
+        assert (preferences.tiled(here) is not None) == tiled
+        assert preferences.tiled(replace(here, mask_tiles=False)) is None
         if tiled:
-            assert rule_of(here).order[0] == "triton"
+            assert rule_of(here) is preferences.tiled(here) and rule_of(here).order[0] == "triton"
+            assert "hides" in rule_of(here).cited()
             learning = replace(here, requires_grad=True)
             assert gradients(by_rules("triton"), learning, anywhere=True).backend == "triton"

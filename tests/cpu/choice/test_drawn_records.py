@@ -93,16 +93,21 @@ def test_drawn_records_are_samples_of_passes(tmp_path):
         record(CALL, {("triton", "triton"): 100.0}),
         record(replace(CALL, work="forward"), {("sdpa", None): 40.0}),
     )
-    second = record(replace(CALL, mask="prefix"), {("triton", "triton"): 100.0})
-    for one in (both, alone, second):
+    masked = record(replace(CALL, mask="prefix"), {("triton", "triton"): 100.0})
+    tiled = record(replace(CALL, mask="prefix", seq_q=2000, seq_k=2000), {("triton", "triton"): 100.0})
+    for one in (both, alone, masked, tiled):
         for timed in one["candidates"].values():
             timed["gpu_us"] = timed["loop_us"]
-    path = saved(tmp_path / "drawn.jsonl", both, alone, second)
+    path = saved(tmp_path / "drawn.jsonl", both, alone, masked, tiled)
     found = of_drawn(path, lambda sample: 30.0)
     assert [(s.family, s.time) for s in found] == [
         ("triton/dense backward, 16 bits", 70.0),
         ("sdpa/plain forward, 16 bits", 40.0),
+        ("triton/dense backward, 16 bits", 70.0),
     ]
+    assert [s.words["mask_by_query"] for s in found] == [False, False, True]
+    assert found[2].work.biased == found[2].work.scores and found[2].work.modified == found[0].work.biased == 0
+    assert choosing.measured(tiled).problem.mask_tiles
     assert found[0].groups["suite"] == "seed 1"
     assert [s.time for s in of_drawn(path, lambda sample: 90.0)] == [40.0]  # too little is left to say anything
 

@@ -88,6 +88,17 @@ def test_bands_leave_work_out_of_kernels_that_skip_tiles():
     assert time_of(window, "eager", False) == pytest.approx(time_of(CALL, "eager", False))
 
 
+def test_a_mask_with_rows_of_its_own_has_no_evidence_from_padding():
+    padding, rows = replace(CALL, mask=True), replace(CALL, mask=True, mask_by_query=True)
+    known = model.of((9, 0)).families["triton/dense forward, 16 bits"]
+    assert known.lacks(padding) is None
+    assert known.lacks(rows) == "no record has such mask_by_query"
+    for backend in ("cuda", "triton"):
+        work = [work_of(p, backend, families.family_of(p, backend, False), False, H200) for p in (padding, rows)]
+        assert work[0].biased == 0 < work[0].modified == work[1].biased
+        assert work[1].modified == 0
+
+
 def test_times_scale_with_the_figures_of_a_device():
     p = replace(CALL, seq_q=8192, seq_k=8192)
     a100, l4 = devices.find((8, 0), "NVIDIA A100-SXM4-80GB"), devices.find((8, 9), "NVIDIA L4")

@@ -46,7 +46,9 @@ class InputStrides(NamedTuple):
     weight: tuple[int, ...]  # (b0, b1, key head, key)
     mask: tuple[int, ...]  # as for bias
     alibi: tuple[int, ...]  # (b0, b1, head); for a varlen batch (sequence, 0, head)
-    tiles: tuple[int, ...] | None  # as for mask, of its table of tiles; None without one
+    tiles: (
+        tuple[int, ...] | None
+    )  # of the mask's table of tiles: (b0, b1, head), then the tiles that have bits; None without one
 
 
 class TangentStrides(NamedTuple):

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .kernel import kernel
 from .scores import PLANE, Plane, load_plane
-from .tiles import TILE
+from .tiles import BITS, TILE
 
 
 class MaskSizes(NamedTuple):
@@ -82,7 +82,8 @@ def list_kernel(kinds, table, sizes, BLOCK: tl.constexpr):
     block = (tl.program_id(0) // own).to(tl.int64)
     kinds += block * sizes.tiles_q * sizes.tiles_k
     table += block * sizes.length
-    if line < sizes.tiles_q:
+    of_queries = line < sizes.tiles_q
+    if of_queries:
         count = sizes.tiles_k
         lines = sizes.tiles_q
         first = line * sizes.tiles_k
@@ -104,3 +105,10 @@ def list_kernel(kinds, table, sizes, BLOCK: tl.constexpr):
     table += lines * (count + 1) + line * count
     tl.store(table + before, 2 * n + kind // 2, mask=listed != 0)
     tl.store(table + n, n * 0, mask=(n >= total) & (n < count))
+    if of_queries:  # every tile has a place, in order
+        table += (lines - line) * count + sizes.tiles_k * (2 * sizes.tiles_q + 1)
+        tl.store(table + line * count + n, line * count + n, mask=n < count)
+        end = lines * count
+        rest = sizes.length - sizes.words - (5 * end + lines + count)  # up to the bits, which begin at a multiple
+        n = tl.arange(0, BITS)
+        tl.store(table + end + n, n * 0, mask=(n < rest) & (line == 0))

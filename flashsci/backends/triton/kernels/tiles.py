@@ -4,12 +4,14 @@ A table is a row of int32 for each block of a mask. Both directions are stored: 
 for each key tile its query tiles. Each has two parts: `before` counts the listed tiles before each tile, and the list
 holds 2 t for the listed tile t, and 2 t + 1 if all of its scores are visible.
 
-    before [rows, keys + 1], list [rows, keys], before [keys, rows + 1], list [keys, rows], bits [rows, keys, TILE, 2]
+    before [rows, keys + 1], list [rows, keys], before [keys, rows + 1], list [keys, rows], place [rows, keys]
+    bits [places, TILE, 2], which begin at a multiple of BITS numbers
 
-Behind them are the bits of all scores, 64 for each row of a tile, in two words. Kernels read those of tiles that hide
-some of their scores, and never the mask itself. Tiles are TILE x TILE; kernels with smaller tiles go through a listed
-one in steps. A mask that is equal for all queries (KEY) has one row of tiles with one row of bits each, and a key tile
-that it lists is seen by every query tile.
+Behind the lists are bits, 64 for each row of a tile, in two words, and for each tile its place among them. Kernels read
+those of tiles that hide some of their scores, and never the mask itself. A table that kernels made has a place for
+every tile; one of a `BlockMask` only for the tiles that are read. Tiles are TILE x TILE; kernels with smaller tiles go
+through a listed one in steps. A mask that is equal for all queries (KEY) has one row of tiles with one row of bits each,
+which follow the places at once, and a key tile that it lists is seen by every query tile.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from .chunks import head_pointer
 from .scores import KEY, Bits, load_row
 
 TILE = tl.constexpr(64)
+BITS = tl.constexpr(128)
 
 
 class Lists(NamedTuple):
@@ -29,8 +32,10 @@ class Lists(NamedTuple):
     before: Any
     listed: Any
     count: Any  # its most tiles
-    bits: Any  # of its first tile
-    apart: Any  # words from the bits of one of its tiles to those of the next
+    places: Any  # of its tiles
+    apart: Any  # from the place of one of its tiles to that of the next
+    bits: Any
+    most: Any  # places that have bits
 
 
 @triton.jit
@@ -41,9 +46,11 @@ def keys_of(i0, at, span, inputs, strides, TILES: tl.constexpr):
         keys = tl.cdiv(span.len_k, TILE).to(tl.int64)
         rows = keys * 0 + 1 if TILES == KEY else tl.cdiv(span.len_q, TILE).to(tl.int64)
         row = (i0 * 0 if TILES == KEY else i0 // TILE).to(tl.int64)
-        apart = keys * 0 + (2 if TILES == KEY else 2 * TILE)
-        bits = head + 4 * rows * keys + rows + keys + row * keys * apart
-        return Lists(head + row * (keys + 1), head + rows * (keys + 1) + row * keys, keys.to(tl.int32), bits, apart)
+        places = head + 4 * rows * keys + rows + keys + row * keys
+        before = head + row * (keys + 1)
+        listed = head + rows * (keys + 1) + row * keys
+        bits = head + start_of_bits(rows, keys, TILES)
+        return Lists(before, listed, keys.to(tl.int32), places, 1, bits, strides.tiles[3])
 
 
 @triton.jit
@@ -54,11 +61,22 @@ def queries_of(j0, at, span, inputs, strides, TILES: tl.constexpr):
         keys = tl.cdiv(span.len_k, TILE).to(tl.int64)
         rows = keys * 0 + 1 if TILES == KEY else tl.cdiv(span.len_q, TILE).to(tl.int64)
         row = (j0 // TILE).to(tl.int64)
-        apart = 2 if TILES == KEY else 2 * TILE
-        bits = head + 4 * rows * keys + rows + keys + row * apart
+        places = head + 4 * rows * keys + rows + keys + row
+        bits = head + start_of_bits(rows, keys, TILES)
         head += rows * (2 * keys + 1)
         before = head + row * (rows + 1)
-        return Lists(before, head + keys * (rows + 1) + row * rows, rows.to(tl.int32), bits, keys * apart)
+        listed = head + keys * (rows + 1) + row * rows
+        return Lists(before, listed, rows.to(tl.int32), places, keys, bits, strides.tiles[3])
+
+
+@triton.jit
+def start_of_bits(rows, keys, TILES: tl.constexpr):
+    """The numbers of a table before its bits."""
+    lists = 5 * rows * keys + rows + keys
+    if TILES == KEY:
+        return lists
+    else:
+        return tl.cdiv(lists, BITS) * BITS
 
 
 @triton.jit
@@ -131,7 +149,9 @@ def entry_of(lists, place):
 @triton.jit
 def bits_of(lists, tile, i, partial, ALONG_COLUMNS: tl.constexpr, TILES: tl.constexpr):
     """The bits of rows i of a tile, which are not read, and all set, unless it is `partial`."""
-    words = lists.bits + tile * lists.apart + (i * 0 if TILES == KEY else 2 * i)
+    place = tl.load(lists.places + tile * lists.apart, mask=partial, other=0)
+    place = tl.minimum(tl.maximum(place, 0), lists.most - 1).to(tl.int64)
+    words = lists.bits + place * (2 if TILES == KEY else BITS) + (i * 0 if TILES == KEY else 2 * i)
     low = load_row(words, partial & (i >= 0), -1, ALONG_COLUMNS)
     high = load_row(words + 1, partial & (i >= 0), -1, ALONG_COLUMNS)
     return Bits(low, high)
@@ -152,4 +172,6 @@ def tile_at(i0, j0, at, span, inputs, strides, BLOCK_M: tl.constexpr, TILES: tl.
     tile = j0 // TILE
     before = tl.load(lists.before + tile)
     some = tl.load(lists.before + tile + 1) > before
-    return some, bits_of(lists, tile, i0 % TILE + tl.arange(0, BLOCK_M), tile >= 0, False, TILES)
+    entry = entry_of(lists, tl.minimum(tl.maximum(before, 0), lists.count - 1))
+    seen = bits_of(lists, tile, i0 % TILE + tl.arange(0, BLOCK_M), some & (entry % 2 == 0), False, TILES)
+    return some, Bits(tl.where(some, seen.low, 0), tl.where(some, seen.high, 0))

@@ -41,6 +41,7 @@ from flashsci.backends.triton.plans.strides import (
     slope_strides,
     strides4,
     strides_of,
+    table_strides_of,
     weight_strides,
 )
 from flashsci.backends.triton.plans.wide import Wide
@@ -133,9 +134,9 @@ class DensePlan:
             mask_kind = PLANE.value if mask_strides[3] != 0 else KEY.value
             mask_vector = plane_vector(mask_strides, self.size_k, 1, self.varlen, not wide)
 
-        kind_of_table = PLANE.value if table is not None and has_rows(table[0], *self.lengths) else KEY.value
+        kind_of_table = PLANE.value if table is not None and has_rows(table[0], self.size_q) else KEY.value
         self.tiles = ABSENT.value if table is None or wide else kind_of_table
-        table_strides = plane_strides(*table, False) if self.tiles else None
+        table_strides = table_strides_of(*table, self.size_q, self.size_k) if self.tiles else None
         self.bias_mask = PLANE.value in (bias_kind, mask_kind)
         self.width = max(d0 + d1, v0 + v1)
         self.small = tilings.small_config(device.capability, dtype, self.width, self.longest)
@@ -408,6 +409,13 @@ def options_of(scalars: Scalars) -> tuple:
     """The options that a plan depends on: without longest lengths; all kernels are deterministic."""
     _, _, *options, _, caps_bias = scalars
     return *options, caps_bias
+
+
+def reads_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernels of some pass of a dense call read its mask even if it has a table."""
+    lengths = q.shape[-2], k.shape[-2]
+    wide = q.dtype == torch.float32 and tilings.is_wide((q.shape[-1], v.shape[-1]), *lengths)
+    return wide or max(lengths) <= tilings.MOST_SMALL
 
 
 def longest_class(max_seqlen_q: int, max_seqlen_k: int) -> int:

@@ -1,5 +1,7 @@
 """Strides of tensors as kernels take them: one for each of two batch dims, for the head, and for the inner dims."""
 
+from flashsci.call.mask_tiles import has_rows, places
+
 NO_STRIDES = (0, 0, 0, 0, 0)
 
 
@@ -34,6 +36,12 @@ def plane_strides(shape: tuple[int, ...], stride: tuple[int, ...], ragged: bool)
     if ragged:
         return (0, 0, stride[0], 0, stride[1])
     return (0, 0, 0, 0, 0, *stride)[-5:]
+
+
+def table_strides_of(shape: tuple[int, ...], stride: tuple[int, ...], rows: int, keys: int) -> tuple[int, ...]:
+    """(b0, b1, head) strides of a table of tiles (flashsci/call/mask_tiles.py), and its places that have bits."""
+    found = places(shape[-1], rows if has_rows(shape, rows) else 1, keys)
+    return (*plane_strides(shape, stride, False)[:3], found)
 
 
 def plane_vector(strides: tuple[int, ...], size_k: int, itemsize: int, varlen: bool, beyond: bool = False) -> int:
