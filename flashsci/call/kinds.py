@@ -132,6 +132,7 @@ SCALE = Argument(Role.SCALE, FIXED, (_FP32,))
 
 # The tensors of calls with derivatives, and of the ops beneath them.
 Rows = Annotated[Tensor, Argument(Role.ROWS, EVERY)]
+OptionalRows = Annotated[Tensor | None, Argument(Role.ROWS, EVERY)]
 Statistics = Annotated[Tensor, Argument(Role.STATISTICS, EVERY, (_FP32,))]
 Bias = Annotated[Tensor | None, Argument(Role.SCORES, EVERY, (None, _FP32), widened=True)]
 KeyWeight = Annotated[Tensor | None, Argument(Role.KEYS, EVERY._replace(lacking={"sdpa": _NO_LOG}), (None, _FP32))]
