@@ -131,6 +131,39 @@ def few_keys_kernel(
     tl.store(laplacian + part * heads * sizes.rows * sizes.dim_v + place, total, mask=inside)
 
 
+@kernel
+def output_kernel(
+    q, k, v, bias, mask, out, lse, strides, sizes,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The output and the lse of each row, fp32, -inf without keys."""
+    _part, b, h, head, key_head, i = place_of(tl.program_id(0), sizes, BLOCK_M)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    first_k, first_v = key_head * sizes.keys * sizes.dim, key_head * sizes.keys * sizes.dim_v
+    q_tile = load_tile(q + head * sizes.rows * sizes.dim, i, d, sizes.rows, sizes.dim)
+    total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    norm = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for start in range(0, sizes.keys, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        k_tile = load_tile(k + first_k, j, d, sizes.keys, sizes.dim)
+        s = masked_scores(product(q_tile, k_tile, PRECISION) * sizes.scale, bias, mask, strides, b, h, i, j, sizes)
+        higher = tl.maximum(top, tl.max(s, 1))
+        reference = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp(s - reference[:, None])
+        share = tl.exp(top - reference)
+        norm = norm * share + tl.sum(p, 1)
+        v_tile = load_tile(v + first_v, j, e, sizes.keys, sizes.dim_v)
+        total = total * share[:, None] + tl.dot(p, v_tile, input_precision=PRECISION)
+        top = higher
+    found = norm > 0.0
+    norm = tl.where(found, norm, 1.0)
+    inside = (i[:, None] < sizes.rows) & (e[None, :] < sizes.dim_v)
+    place = head * sizes.rows * sizes.dim_v + i[:, None] * sizes.dim_v + e[None, :]
+    tl.store(out + place, total / norm[:, None], mask=inside)
+    tl.store(lse + head * sizes.rows + i, tl.where(found, top + tl.log(norm), float("-inf")), mask=i < sizes.rows)
+
+
 @triton.jit
 def probabilities(q_tile, k_tile, lse, bias, mask, strides, b, h, i, j, sizes, PRECISION: tl.constexpr):
     """P of a tile from the lse of its rows."""

@@ -9,8 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
-import flashsci
-from flashsci.backends.triton.kernels.laplacian import few_keys_kernel, jacobian_kernel, laplacian_kernel
+from flashsci.backends.triton.kernels.laplacian import (
+    few_keys_kernel,
+    jacobian_kernel,
+    laplacian_kernel,
+    output_kernel,
+)
 from flashsci.backends.triton.launcher import Launch, device_of
 from flashsci.backends.triton.plans.dense import products
 from flashsci.call.laplacian_tensors import LaplacianTensors
@@ -116,16 +120,13 @@ def _of_few_keys(call: _Call, tensors: LaplacianTensors) -> tuple[Tensor, Tensor
 
 def _of_many_keys(call: _Call, tensors: LaplacianTensors) -> tuple[Tensor, Tensor, Tensor]:
     sizes, q = call.sizes, tensors.q
-    with torch.no_grad():
-        found = flashsci.attention(
-            q.float(), tensors.k.float(), tensors.v.float(), bias=tensors.bias, mask=tensors.mask,
-            scale=sizes.scale, return_lse=True, backend="triton",
-        )  # fmt: skip
-    out, lse = found[0].contiguous(), found[1].contiguous()
+    out = q.new_empty(call.shape, dtype=torch.float32)
+    lse = q.new_empty(call.shape[:-1], dtype=torch.float32)
     jacobian = q.new_empty((sizes.directions, *call.shape), dtype=torch.float32)
     means = q.new_empty((sizes.directions, *lse.shape), dtype=torch.float32)
     rows, call.blocks["BLOCK_N"] = 64, 32
     slopes, curvatures = call.rows[:6], call.rows[6:]
+    call.launch(output_kernel, rows, 1, sizes, *slopes[:3], call.bias, call.mask, out, lse)
     given = (*slopes, call.bias, call.mask, lse, jacobian, means)
     call.launch(jacobian_kernel, rows, sizes.directions, sizes, *given)
     laplacian = torch.empty_like(out)
