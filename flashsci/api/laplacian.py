@@ -7,14 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.call import arguments, laplacian, transforms
-from flashsci.call.kinds import Role, fields
+from flashsci.api.attention import describe
+from flashsci.call import arguments, laplacian, laplacian_ops, transforms
+from flashsci.call.kinds import Dense
 from flashsci.call.laplacian_tensors import LaplacianTensors
-from flashsci.call.ops import bypasses_dispatcher
 from flashsci.choice import backends
-
-_FIELDS = fields(LaplacianTensors)
-_HALVES = ("jacobian", "laplacian")
+from flashsci.choice.choose import PARTS, decide
 
 
 class ForwardLaplacian(NamedTuple):
@@ -42,6 +40,7 @@ def forward_laplacian(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
+    backend: str = "auto",
 ) -> ForwardLaplacian:
     """Attention with its Jacobian and its Laplacian by n coordinates that q, k and v depend on.
 
@@ -59,15 +58,19 @@ def forward_laplacian(
         bias: broadcastable to ``[..., Hq, Sq, Sk]``, as in :func:`flashsci.attention`; constant in the coordinates.
         mask: bool, likewise; True = attend.
         scale: factor of q k^T; default ``1 / sqrt(D)``.
+        backend: "triton" has kernels, for head dims up to 128 in 16 and 32 bits; "reference" is plain PyTorch, block by
+            block. "auto" takes the kernels on a GPU where they serve the call. Other names refuse.
 
     Returns:
         :class:`ForwardLaplacian`: (out, jacobian, laplacian), zero in rows that see no key. Computed in float32, or
-        in float64 for float64. Differentiable in all floating tensors to any order; the backward computes blocks of
-        rows again, and its memory beyond the results is that of a block. Without Jacobians n is 0.
+        in float64 for float64. Differentiable in all floating tensors to any order, under transforms too; derivatives
+        are plain PyTorch. The backward computes blocks of rows again, and its memory beyond the results is that of a
+        block. Without Jacobians n is 0.
 
     Raises:
         TypeError: dtypes that do not fit.
         ValueError: shapes or devices that do not fit; nested tensors.
+        BackendError: the backend asked for cannot serve the call; its message says which can.
 
     Examples:
         >>> import torch, flashsci
@@ -85,67 +88,21 @@ def forward_laplacian(
     """
     jacobians, laplacians = (q_jacobian, k_jacobian, v_jacobian), (q_laplacian, k_laplacian, v_laplacian)
     tensors = LaplacianTensors(q, k, v, *jacobians, *laplacians, bias, mask)
-    for name, x in zip(tensors._fields, tensors, strict=True):
+    given = dict(zip(tensors._fields, tensors, strict=True))
+    for name, x in given.items():
         if x is not None or name in "qkv":
             arguments.check_type(name, x, "" if name in "qkv" else " or None")
-    transforms.check("forward_laplacian", **dict(zip(tensors._fields, tensors, strict=True)))
-    tensors = tensors._replace(bias=arguments.widened(bias, q.dtype))
-    _check(tensors)
-    factor = arguments.number("scale", scale, optional=True)
-    factor = q.shape[-1] ** -0.5 if factor is None else factor
-    kind = "cpu" if q.is_meta else q.device.type
-    with torch.autocast(kind, enabled=False):
-        return ForwardLaplacian(*laplacian.compute(tensors, factor, _kernels(tensors)))
-
-
-def _check(tensors: LaplacianTensors) -> None:
-    """Check shapes, dtypes and devices of a call."""
-    q, k, v = tensors[:3]
+    transforms.check("forward_laplacian", **given)
     if q.is_nested or k.is_nested or v.is_nested:
         raise ValueError("forward_laplacian takes no nested tensors; give padded ones, with a mask")
-    arguments.check_tensors(q, k, v)
-    for name, x in zip("qkv", tensors[:3], strict=True):
-        if x.dim() < 2:
-            raise ValueError(f"{name} must have at least two dims [S, D], got shape {list(x.shape)}")
-        if x.dim() != q.dim() or x.shape[:-3] != q.shape[:-3]:
-            shapes = ", ".join(str(list(y.shape)) for y in tensors[:3])
-            raise ValueError(
-                f"q, k and v must have the same leading dims (before heads), got {shapes}; expand them, and their Jacobians"
-            )
-    arguments.check_head_dims(q, k, v)
-    heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v)]
-    arguments.check_heads(*heads)
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"k and v must have the same number of rows, got {k.shape[-2]} and {v.shape[-2]}")
-    n = tensors.directions
-    for name, x in zip("qkv", tensors[:3], strict=True):
-        for half, shape in zip(_HALVES, ((n, *x.shape), tuple(x.shape)), strict=True):
-            given = getattr(tensors, f"{name}_{half}")
-            if given is None:
-                continue
-            arguments.check_dtype(f"{name}_{half}", given, _argument(f"{name}_{half}"), q.dtype)
-            arguments.same_device(q, **{f"{name}_{half}": given})
-            if tuple(given.shape) != shape:
-                wanted = f"[n, *{name}.shape], with one n for all," if half == "jacobian" else f"{name}'s shape"
-                raise ValueError(f"{name}_{half} must have {wanted} {list(shape)}, got {list(given.shape)}")
-    full = (*q.shape[:-1], k.shape[-2])
-    arguments.check_others(_FIELDS, tensors, {Role.SCORES: (full, "Hq, Sq, Sk")})
-
-
-def _argument(name: str) -> arguments.Argument:
-    found = _FIELDS[name].argument
-    assert found is not None
-    return found
-
-
-def _kernels(tensors: LaplacianTensors):  # type: ignore[no-untyped-def]
-    """Triton's kernels for the call, or None where they do not serve it."""
-    q = tensors.q
-    given = [x for x in tensors if x is not None]
-    if not (q.is_cuda and q.dtype is not torch.float64 and tensors.directions and bypasses_dispatcher(given)):
-        return None
-    if backends.requested("auto")[0] not in ("auto", "triton") or backends.find("triton").unavailable() is not None:
-        return None
-    from flashsci.backends.triton.plans import laplacian as kernels
-
-    return kernels.compute if kernels.serves(tensors) else None
+    tensors = tensors._replace(bias=arguments.widened(bias, q.dtype))
+    laplacian_ops.check(tensors)
+    options = arguments.Options.of(False, None, "upper_left", scale, None, 0.0, False, None, None)
+    needs_grad = transforms.needs_grad(*tensors)
+    call = describe(Dense(q, k, v, tensors.bias, mask=mask), options, needs_grad)
+    choice = decide(backends.LAPLACIAN, call, backend)
+    kernels = None if choice.forward == PARTS else backends.LOADED[backends.LAPLACIAN][choice.forward]
+    kind = "cpu" if q.is_meta else q.device.type
+    with torch.autocast(kind, enabled=False):
+        factor = options.scalars(q.shape[-1]).scale
+        return ForwardLaplacian(*laplacian.compute(tensors, factor, kernels, needs_grad))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 #: The kinds of call that have kernels of their own; ATTENTION stands for dense and packed calls.
-ATTENTION, PAGED, FP8, RESIDUAL = "attention", "paged", "fp8", "residual"
+ATTENTION, PAGED, FP8, RESIDUAL, LAPLACIAN = "attention", "paged", "fp8", "residual", "laplacian"
 
 
 class Role(Enum):

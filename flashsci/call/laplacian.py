@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flashsci.backends import reference
 from flashsci.call import recompute
+from flashsci.call.laplacian_ops import Kernel
 from flashsci.call.laplacian_tensors import LaplacianTensors
 from flashsci.call.torch_state import transforming
 
@@ -158,13 +159,18 @@ class ForwardLaplacian(torch.autograd.Function):
         return (None, None, *sums)
 
 
-def compute(tensors: LaplacianTensors, scale: float, kernels: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+def compute(
+    tensors: LaplacianTensors, scale: float, kernels: Kernel | None = None, needs_grad: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """The results of a checked call, differentiable to any order.
 
     Args:
-        kernels: a function like :func:`computed` for calls of which no derivative is recorded by it, or None.
+        kernels: a function like :func:`computed` without derivatives, or None.
+        needs_grad: whether a derivative is wanted.
     """
-    if torch.compiler.is_compiling() or transforming():
+    if transforming() or (needs_grad and torch.compiler.is_compiling()):
         return computed(tensors, scale)
+    if not needs_grad:
+        return (kernels or computed)(tensors, scale)
     found: tuple[Tensor, Tensor, Tensor] = ForwardLaplacian.apply(kernels or computed, scale, *tensors)
     return found

@@ -14,7 +14,6 @@ from tests.support.laplacian_calls import SHAPES, Shape, require, tensors_of
 @pytest.mark.parametrize("name", SHAPES)
 def test_against_fp64(name):
     tensors = tensors_of(SHAPES[name])
-    assert kernels.serves(tensors)
     require(kernels.compute(tensors, 0.3), tensors, 0.3)
 
 
@@ -47,9 +46,15 @@ def test_strided_tensors(name):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("sizes", [dict(keys=0), dict(rows=0), dict(dim=160)])
-def test_calls_for_others(sizes):
-    assert not kernels.serves(tensors_of(Shape()._replace(**sizes)))
+@pytest.mark.parametrize("sizes", [dict(keys=0), dict(rows=0), dict(directions=0), dict(batch=(0,))], ids=str)
+def test_empty_dims(sizes):
+    tensors = tensors_of(Shape()._replace(**sizes))
+    require(kernels.compute(tensors, 0.3), tensors, 0.3)
+
+
+def test_many_keys_without_directions():
+    tensors = tensors_of(SHAPES["many keys"]._replace(directions=0))
+    require(kernels.compute(tensors, 0.3), tensors, 0.3)
 
 
 def test_huge_scores():

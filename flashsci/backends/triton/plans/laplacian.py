@@ -16,10 +16,10 @@ from flashsci.backends.triton.kernels.laplacian import (
     output_kernel,
 )
 from flashsci.backends.triton.launcher import Launch, device_of
-from flashsci.backends.triton.plans.dense import products
+from flashsci.backends.triton.plans import dense
+from flashsci.call import laplacian_ops
 from flashsci.call.laplacian_tensors import LaplacianTensors
 
-MAX_HEAD_DIM = 128  # wider tiles of fp32 would spill
 FEW = 64  # keys of one tile
 WAVES = 2  # programs of a multiprocessor, below which the directions are divided among several
 
@@ -37,13 +37,6 @@ class Sizes(NamedTuple):
     directions: int
     step: int  # directions of a part
     scale: float
-
-
-def serves(tensors: LaplacianTensors) -> bool:
-    """Whether the kernels take a call: heads up to 128 wide, no empty dim, not bf16 before sm_80."""
-    q, k, v = tensors[:3]
-    old = q.is_cuda and q.dtype is torch.bfloat16 and torch.cuda.get_device_capability(q.device) < (8, 0)
-    return bool(max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM and q.numel() and k.numel() and v.numel() and not old)
 
 
 def _strides(x: Tensor | None, full: tuple[int, ...]) -> tuple[Tensor | None, tuple[int, ...]]:
@@ -77,7 +70,7 @@ class _Call:
             "BLOCK_N": min(FEW, max(16, triton.next_power_of_2(k.shape[-2]))),
             "BLOCK_D": max(16, triton.next_power_of_2(q.shape[-1])),
             "BLOCK_V": max(16, triton.next_power_of_2(v.shape[-1])),
-            "PRECISION": products("default", torch.float32, self.device.capability),
+            "PRECISION": dense.products("default", torch.float32, self.device.capability),
         }
         self.strides = of_bias, of_mask
 
@@ -95,7 +88,10 @@ class _Call:
 
 
 def compute(tensors: LaplacianTensors, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, Jacobian and Laplacian of a checked call that :func:`serves` takes, in the dtype of q."""
+    """Output, Jacobian and Laplacian of a checked call, in the dtype of q."""
+    if not (tensors.q.numel() and tensors.k.numel() and tensors.v.numel()):
+        out, jacobian, laplacian = laplacian_ops.empty_results(tensors)
+        return out.zero_(), jacobian.zero_(), laplacian.zero_()
     call = _Call(tensors, scale)
     few = tensors.k.shape[-2] <= FEW
     out, jacobian, laplacian = (_of_few_keys if few else _of_many_keys)(call, tensors)
@@ -108,8 +104,8 @@ def _of_few_keys(call: _Call, tensors: LaplacianTensors) -> tuple[Tensor, Tensor
     rows = min(64, max(16, triton.next_power_of_2(sizes.rows)))
     programs = sizes.batch * sizes.heads * triton.cdiv(sizes.rows, rows)
     parts = max(1, min(sizes.directions, WAVES * call.device.processors // programs))
-    step = triton.cdiv(sizes.directions, parts)
-    parts = triton.cdiv(sizes.directions, step)
+    step = max(1, triton.cdiv(sizes.directions, parts))
+    parts = max(1, triton.cdiv(sizes.directions, step))
     out = q.new_empty(call.shape, dtype=torch.float32)
     jacobian = q.new_empty((sizes.directions, *call.shape), dtype=torch.float32)
     laplacian = q.new_empty((parts, *call.shape), dtype=torch.float32)
@@ -128,8 +124,13 @@ def _of_many_keys(call: _Call, tensors: LaplacianTensors) -> tuple[Tensor, Tenso
     slopes, curvatures = call.rows[:6], call.rows[6:]
     call.launch(output_kernel, rows, 1, sizes, *slopes[:3], call.bias, call.mask, out, lse)
     given = (*slopes, call.bias, call.mask, lse, jacobian, means)
-    call.launch(jacobian_kernel, rows, sizes.directions, sizes, *given)
+    if sizes.directions:
+        call.launch(jacobian_kernel, rows, sizes.directions, sizes, *given)
     laplacian = torch.empty_like(out)
     given = (*slopes, *curvatures, call.bias, call.mask, lse, means, out, laplacian)
     call.launch(laplacian_kernel, rows, 1, sizes, *given)
     return out, jacobian, laplacian
+
+
+_KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
+OP = laplacian_ops.define("triton", compute, _KEYS)
