@@ -15,7 +15,7 @@ from torch import Tensor
 from flashsci.call import arguments
 from flashsci.call.kinds import Role, fields
 from flashsci.call.laplacian_tensors import LaplacianTensors
-from flashsci.call.op_checks import FP32_MAX, need
+from flashsci.call.op_checks import FP32_MAX, need, rows_fit, shapes
 from flashsci.call.ops import bypasses_dispatcher
 from flashsci.call.schemas import arguments as schema
 from flashsci.call.schemas import define_op
@@ -89,9 +89,10 @@ def define(backend: str, kernel: Kernel, keys: Sequence[str]) -> Kernel:
     def run(*given: Any) -> Results:
         *every, scale = given
         tensors = LaplacianTensors(*every)
+        q, k, v = tensors[:3]
+        need(min(x.dim() for x in (q, k, v)) >= 2, f"q, k and v are [*, H, S, D] or [S, D]: {shapes(q=q, k=k, v=v)}")
+        rows_fit(q, k, v, MAX_HEAD_DIM)
         check(tensors)
-        dims = tensors.q.shape[-1], tensors.v.shape[-1]
-        need(max(dims) <= MAX_HEAD_DIM, f"head dims must be 1 to {MAX_HEAD_DIM}, got {dims[0]} and {dims[1]}")
         need(math.isfinite(scale) and abs(scale) <= FP32_MAX, f"scale must be a finite float32 number, got {scale}")
         return kernel(tensors, scale)
 

@@ -146,6 +146,45 @@ def test_under_a_compiler():
         torch.testing.assert_close(a, b)
 
 
+def test_by_kernels_with_gradients_and_under_a_compiler():
+    """Triton interprets them here; gradients are those of the formula, also where it stands for the kernels' values."""
+    tensors = tensors_of(SHAPES["mask"])
+    require(call(tensors, backend="triton"), tensors, 8**-0.5)
+    compiled = torch.compile(
+        lambda *given: tuple(call(LaplacianTensors(*given), backend="triton")), backend="aot_eager", fullgraph=True
+    )
+    require(compiled(*tensors), tensors, 8**-0.5)
+    with flashsci.use_backend("triton"):
+        found = torch.autograd.grad(
+            call(to(tensors._replace(q=tensors.q.requires_grad_()), torch.float32)).laplacian.sum(), tensors.q
+        )
+    due = torch.autograd.grad(call(tensors, backend="reference").laplacian.sum(), tensors.q)
+    torch.testing.assert_close(found, due)
+
+
+@pytest.mark.parametrize(
+    "dtype, dim, backend, words",
+    [
+        (
+            torch.float32,
+            8,
+            "cuda",
+            "backend 'cuda' has no forward Laplacian; use backend='auto', 'triton' or 'reference'",
+        ),
+        (torch.float64, 8, "triton", "not float64; backend='auto' takes plain PyTorch"),
+        (torch.float32, 160, "triton", "head dims up to 128, got 160 and 8"),
+    ],
+)
+def test_backends_that_do_not_serve_a_call(dtype, dim, backend, words):
+    tensors = to(tensors_of(Shape(dim=dim)), dtype)
+    with pytest.raises(flashsci.BackendError, match=words):
+        call(tensors, backend=backend)
+    with flashsci.use_backend(backend), pytest.raises(flashsci.BackendError, match=words):
+        call(tensors)
+    with pytest.raises(ValueError, match="unknown backend 'none'"):
+        call(tensors, backend="none")
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
