@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flashsci.api.block_mask import BlockMask
     from flashsci.api.dropout import dropout_mask
     from flashsci.api.explain import explain
+    from flashsci.api.laplacian import ForwardLaplacian, forward_laplacian
     from flashsci.api.maps import AttentionStatistics, attention_statistics, attention_weights
     from flashsci.api.merge import merge
     from flashsci.api.paged import paged_attention, write_kv_cache
@@ -33,6 +34,8 @@ _HOME = {
     "attention_backward": "flashsci.api.backward",
     "BlockMask": "flashsci.api.block_mask",
     "explain": "flashsci.api.explain",
+    "ForwardLaplacian": "flashsci.api.laplacian",
+    "forward_laplacian": "flashsci.api.laplacian",
     "Gradients": "flashsci.api.backward",
     "merge": "flashsci.api.merge",
     "varlen_attention": "flashsci.api.varlen",
@@ -57,6 +60,7 @@ __all__ = [
     "BackendError",
     "BlockMask",
     "Explanation",
+    "ForwardLaplacian",
     "Gradients",
     "Quantized",
     "attention",
@@ -65,6 +69,7 @@ __all__ = [
     "attention_weights",
     "dropout_mask",
     "explain",
+    "forward_laplacian",
     "merge",
     "paged_attention",
     "quantize",

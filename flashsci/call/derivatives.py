@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from flashsci.call import kinds
 from flashsci.call.kinds import EVERY, FIXED, PLACES, Dense, DerivativeRule, Packed, Scales, Seeded
+from flashsci.call.laplacian_tensors import LaplacianTensors
 from flashsci.call.map_tensors import MapTensors
 from flashsci.call.ops import Tangents
 from flashsci.call.paged_ops import PagedTensors
@@ -95,6 +96,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "attention_weights": Entry(_MAP | _each("rows columns", PLACES)),
     "attention_statistics": Entry(_MAP),
+    "forward_laplacian": Entry(kinds.rules(LaplacianTensors)),
     "merge": Entry(_each("outs lses", EVERY)),
     "sdpa": Entry(_each("query key value attn_mask", EVERY)),
     "dropout_mask": Entry({"dropout_seed": PLACES}),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 #: The kinds of call that have kernels of their own; ATTENTION stands for dense and packed calls.
-ATTENTION, PAGED, FP8, RESIDUAL = "attention", "paged", "fp8", "residual"
+ATTENTION, PAGED, FP8, RESIDUAL, LAPLACIAN = "attention", "paged", "fp8", "residual", "laplacian"
 
 
 class Role(Enum):
@@ -133,6 +133,7 @@ SCALE = Argument(Role.SCALE, FIXED, (_FP32,))
 
 # The tensors of calls with derivatives, and of the ops beneath them.
 Rows = Annotated[Tensor, Argument(Role.ROWS, EVERY)]
+OptionalRows = Annotated[Tensor | None, Argument(Role.ROWS, EVERY)]
 Statistics = Annotated[Tensor, Argument(Role.STATISTICS, EVERY, (_FP32,))]
 Bias = Annotated[Tensor | None, Argument(Role.SCORES, EVERY, (None, _FP32), widened=True)]
 KeyWeight = Annotated[Tensor | None, Argument(Role.KEYS, EVERY._replace(lacking={"sdpa": _NO_LOG}), (None, _FP32))]

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from flashsci.call import map_ops
+from flashsci.call import laplacian_ops, map_ops, residual_ops
 from flashsci.call.problem import Problem, problem_of
-from flashsci.call.residual_ops import MAX_HEAD_DIM
 from flashsci.choice import backends
 from flashsci.choice.backends import (
     ATTENTION,
     FORWARD_OF_CUDA,
+    LAPLACIAN,
     PAGED,
     RECORDED,
     RESIDUAL,
@@ -84,14 +84,20 @@ def forget() -> None:
 #: In the place of a backend: no kernels of this kind; the call is computed from parts.
 PARTS = ""
 HAVE_RESIDUAL = ("auto", "triton")  # the requests that kernels of residual attention may serve
+HAVE_LAPLACIAN = ("auto", "triton", "reference")  # the requests that a forward Laplacian takes
 
 
 def rejects_residual(problem: Problem) -> str | None:
     """Why no kernels compute out and scores of a call at once, or None."""
-    reason = rejects("triton", problem) or find("triton").ignores(problem, RESIDUAL)
-    if reason is None and max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+    return _narrow(problem, RESIDUAL, "residual attention", residual_ops.MAX_HEAD_DIM)
+
+
+def _narrow(problem: Problem, kind: str, name: str, most: int) -> str | None:
+    """Why Triton's kernels of a kind, with head dims up to ``most``, do not serve a call, or None."""
+    reason = rejects("triton", problem) or find("triton").ignores(problem, kind)
+    if reason is None and max(problem.head_dim, problem.head_dim_v) > most:
         dims = f"{problem.head_dim} and {problem.head_dim_v}"
-        reason = f"its kernels of residual attention have head dims up to {MAX_HEAD_DIM}, got {dims}"
+        reason = f"its kernels of {name} have head dims up to {most}, got {dims}"
     return reason
 
 
@@ -104,6 +110,23 @@ def _residual(problem: Problem, name: str, strict: bool) -> Choice:
         return named("triton")
     if name == "triton":
         raise BackendError(f"backend 'triton' cannot serve this call: {reason}; backend='auto' computes it from parts")
+    return Choice(PARTS, PARTS, reason)
+
+
+def _laplacian(problem: Problem, name: str) -> Choice:
+    """The choice for a forward Laplacian: Triton's kernels, or PARTS for plain PyTorch."""
+    if backends.check_name(name) not in HAVE_LAPLACIAN:
+        raise BackendError(
+            f"backend {name!r} has no forward Laplacian; use backend='auto', 'triton' or 'reference', also by "
+            "flashsci.use_backend around the call"
+        )
+    if name == "reference" or (name == "auto" and problem.device_type != "cuda"):
+        return Choice(PARTS, PARTS)
+    reason = _narrow(problem, LAPLACIAN, "the forward Laplacian", laplacian_ops.MAX_HEAD_DIM)
+    if reason is None:
+        return named("triton")
+    if name == "triton":
+        raise BackendError(f"backend 'triton' cannot serve this call: {reason}; backend='auto' takes plain PyTorch")
     return Choice(PARTS, PARTS, reason)
 
 
@@ -145,8 +168,8 @@ def decide(kind: str, call: tuple[Any, ...], backend: str) -> Choice:
         backend: as the user gave it.
     """
     problem, (asked, strict) = problem_of(*call), requested(backend)
-    if kind == RESIDUAL:
-        choice = _residual(problem, asked, strict)
+    if kind in (RESIDUAL, LAPLACIAN):
+        choice = _residual(problem, asked, strict) if kind == RESIDUAL else _laplacian(problem, asked)
         if choice.forward == PARTS:
             return choice
     else:

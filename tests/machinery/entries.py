@@ -223,6 +223,14 @@ def _packed_statistics_formula(x: Given) -> Any:
     return tuple(torch.cat(parts, -1) for parts in joined)
 
 
+_HALVES = ("q_jacobian", "k_jacobian", "v_jacobian", "q_laplacian", "k_laplacian", "v_laplacian")
+
+
+def _laplacian() -> dict[str, Tensor]:
+    found = {n: x for n, x in _dense().items() if n in ("q", "k", "v", "bias", "mask")}
+    return found | {n: normal(*(3,) * n.endswith("jacobian"), *found[n[0]].shape) for n in _HALVES}
+
+
 def _paged() -> dict[str, Tensor]:
     return dict(
         q=normal(3, 2, 8), k_cache=normal(2, 16, 1, 8), v_cache=normal(2, 16, 1, 8), block_table=ints([1], [0]),
@@ -457,6 +465,9 @@ def _entries() -> list[Entry]:
         Entry("attention_statistics, packed", flashsci.attention_statistics, ("q", "k", "lse", *edges),
               ("bias", "key_weight", "alibi_slopes"), _packed_maps, _packed_statistics_call,
               _packed_statistics_formula, NO_CHOICE, elsewhere=("mask",)),
+        Entry("forward_laplacian", flashsci.forward_laplacian, qkv, (*_HALVES, "bias", "mask"), _laplacian,
+              lambda b, x: tuple(flashsci.forward_laplacian(**x, backend=b)), lambda x: formulas.forward_laplacian(**x),
+              ("reference", "triton", "auto"), together=qkv),
         Entry("merge", flashsci.merge, ("outs", "lses"), (), lambda: dict(outs=normal(2, 1, 2, 3, 8), lses=normal(2, 1, 2, 3)),
               lambda b, x: flashsci.merge(**x), lambda x: formulas.merged(**x), NO_CHOICE),
         Entry("quantize", flashsci.quantize, ("x",), ("cu_seqlens",), lambda: dict(x=normal(5, 2, 8), cu_seqlens=ints(0, 2, 5)),

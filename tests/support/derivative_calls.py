@@ -74,6 +74,19 @@ def attention_backward(**given):
     return tuple(x for x in flashsci.attention_backward(**given, **drops(given)) if x is not None)
 
 
+def laplacian():
+    needed, others = dense()
+    halves = {f"{n}_jacobian": wide(2, *x.shape) for n, x in needed.items()}
+    halves |= {f"{n}_laplacian": wide(*x.shape) for n, x in needed.items()}
+    return needed, {**halves, "bias": others["bias"], "mask": others["mask"]}
+
+
+def forward_laplacian(**given):
+    """One tensor that depends on all tensors of the call, each alone too."""
+    found = flashsci.forward_laplacian(**given)
+    return torch.cat([found.jacobian, found.laplacian[None]])
+
+
 # By entry: its needed and its optional tensors, and what calls it.
 CALLS = {
     "attention": (dense, lambda **x: flashsci.attention(**x, **drops(x))),
@@ -91,6 +104,7 @@ CALLS = {
         maps,
         lambda backend, **x: flashsci.attention_statistics(**x, entropy=True).entropy,
     ),
+    "forward_laplacian": (laplacian, forward_laplacian),
     "merge": (
         lambda: ({"outs": wide(3, 2, 3, 2), "lses": wide(3, 2, 3)}, {}),
         lambda backend, **x: flashsci.merge(**x),

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from flashsci.backends import reference
+from flashsci.call.laplacian import computed
+from flashsci.call.laplacian_tensors import LaplacianTensors
 from flashsci.call.ops import Scalars, Tensors
 
 Arguments = dict[str, Any]
@@ -418,6 +420,26 @@ def tokens_of(given: Arguments, dtype: torch.dtype) -> Results:
     return tuple(found)
 
 
+# --- the forward Laplacian ----------------------------------------------------------------------
+
+
+def laplacian(device: str, keys: int) -> Arguments:
+    r = Draw(device)
+    q, k, v = r(2, 4, 5, 16), r(2, 2, keys, 16), r(2, 2, keys, 8)
+    rows = {"q": q, "k": k, "v": v}
+    given = rows | {f"{n}_jacobian": r(3, *x.shape) for n, x in rows.items()}
+    given |= {f"{n}_laplacian": r(*x.shape) for n, x in rows.items()}
+    given |= {"bias": r(2, 4, 5, keys), "mask": r(1, 1, 5, keys) > -1, "scale": 0.25}
+    return in_order("triton_forward_laplacian", given)
+
+
+def laplacian_of(given: Arguments, dtype: torch.dtype) -> Results:
+    *tensors, scale = given.values()
+    return computed(
+        LaplacianTensors(*(x if x is None or x.dtype is torch.bool else x.to(dtype) for x in tensors)), scale
+    )
+
+
 # --- 8-bit floats, residual, distributed --------------------------------------------------------
 
 E4M3 = torch.float8_e4m3fn
@@ -613,6 +635,8 @@ def _triton() -> Iterator[Right]:
     for label, dropout in (("bias", False), ("dropout", True)):
         yield Right("triton_residual_forward", label, _of(residual, False, dropout), residual_of)
         yield Right("triton_residual_backward", label, _of(residual, True, dropout), residual_backward_of, refresh=residual_results)  # fmt: skip
+    for label, keys in (("few keys", 7), ("many keys", 70)):
+        yield Right("triton_forward_laplacian", label, lambda device, keys=keys: laplacian(device, keys), laplacian_of)
 
 
 def _paged(backend: str) -> Iterator[Right]:

@@ -3,7 +3,8 @@
 kernels/ holds one file for each idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq),
 backward_keys.py (dk, dv), backward_small*.py, bias_gradient.py, copy_bias.py; for the second order jvp.py and
 double_backward_*.py; for wide heads, whose scores are held in memory, wide_*.py; paged.py and paged_cache.py for paged KV
-caches; fp8.py for 8-bit floats; gated.py for a gate of pairs; mask_tiles.py for the tables of tiles of a mask; map_rows.py and map_keys.py for attention maps.
+caches; fp8.py for 8-bit floats; gated.py for a gate of pairs; mask_tiles.py for the tables of tiles of a mask; map_rows.py
+and map_keys.py for attention maps; laplacian.py for the forward Laplacian.
 They share groups.py (groups of arguments), coord.py (the place where a program works), chunks.py (tiles of rows), scores.py,
 tiles.py, dropout.py and tangents.py.
 
@@ -29,6 +30,7 @@ from flashsci.backends.triton.plans import (  # noqa: F401
     dense,
     fp8,
     gated,
+    laplacian,
     maps,
     mask_tiles,
     paged,
@@ -36,6 +38,7 @@ from flashsci.backends.triton.plans import (  # noqa: F401
     second_order,
 )
 from flashsci.call import derivatives, fp8_ops, kinds, ops
+from flashsci.call.laplacian_tensors import LaplacianTensors
 from flashsci.call.ops import Saved, Scalars, Tensors
 from flashsci.call.problem import Problem
 from flashsci.versions import warn_if_newer
@@ -80,6 +83,7 @@ READS = {
     ),
     kinds.FP8: _ROWS | _OFFSETS | {"q_scale", "k_scale", "v_scale"},
     kinds.RESIDUAL: _ROWS | {"bias", "dropout_seed"},
+    kinds.LAPLACIAN: frozenset(LaplacianTensors._fields),
 }
 
 

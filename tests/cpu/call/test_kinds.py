@@ -18,6 +18,7 @@ import flashsci.api.residual
 import flashsci.api.varlen
 from flashsci.call import kinds, ops
 from flashsci.call.fp8_ops import FP8Tensors
+from flashsci.call.laplacian_tensors import LaplacianTensors
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.plans import plans
 from flashsci.call.residual_ops import ResidualCall
@@ -176,6 +177,7 @@ def test_only_declared_tensors_are_read(name):
         kinds.PAGED: set(PagedTensors._fields),
         kinds.FP8: set(FP8Tensors._fields),
         kinds.RESIDUAL: set(ResidualCall._fields),
+        kinds.LAPLACIAN: set(LaplacianTensors._fields),
     }
     for kind, names in backends.find(name).load().READS.items():
         assert names <= known[kind], kind
