@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashsci.api import block_mask, fp8, paged, residual
-from flashsci.api.attention import aligned, attention
+from flashsci.api.attention import attention
 from flashsci.api.attention import describe as describe_dense
 from flashsci.api.paged import paged_attention
 from flashsci.api.residual import residual_attention
@@ -25,6 +25,7 @@ from flashsci.call.ops import Tensors
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.plans import gradients
 from flashsci.call.problem import problem_of
+from flashsci.call.ranks import aligned
 from flashsci.call.torch_state import autocast, transforming
 from flashsci.choice import choose, explanation
 from flashsci.choice.backends import FORWARD_OF_CUDA, requested

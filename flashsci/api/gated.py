@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.api.attention import aligned
 from flashsci.backends import reference
 from flashsci.call import recompute
 from flashsci.call.gate_ops import NEED_GATE, GatedKernels
 from flashsci.call.ops import Saved, Scalars, Tangents, Tensors, follow_layout, raised, with_rank
 from flashsci.call.plans import Plan
+from flashsci.call.ranks import aligned
 from flashsci.call.sink import in_place, sink_gradient
 from flashsci.call.torch_state import count_flops, transforming
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from flashsci.api import varlen
-from flashsci.api.attention import aligned
 from flashsci.call import arguments, maps, packed_maps, transforms
 from flashsci.call.kinds import Packed, Role, fields
 from flashsci.call.map_ops import MapCall
 from flashsci.call.map_tensors import MapTensors
 from flashsci.call.maps import ALL, Reductions, Selection
 from flashsci.call.ops import Scalars, Tensors
+from flashsci.call.ranks import aligned
 from flashsci.call.torch_state import count_flops
 from flashsci.choice.choose import PARTS, decide_map
 

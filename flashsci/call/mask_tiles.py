@@ -16,7 +16,8 @@ from flashsci.call.kinds import ATTENTION, Dense
 from flashsci.call.ops import Tensors
 from flashsci.call.problem import differs_by_query
 from flashsci.call.row_pitch import FEWEST_READERS, once
-from flashsci.call.torch_state import certainly, is_traced
+from flashsci.call.symbols import certainly
+from flashsci.call.torch_state import is_traced
 from flashsci.choice.gradients import BY_RULES, Choice
 
 TILE = 64

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call.kinds import ATTENTION, FP8, PAGED
-from flashsci.call.torch_state import certainly
+from flashsci.call.symbols import certainly
 
 
 def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:

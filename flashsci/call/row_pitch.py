@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flashsci.call.ops import Tensors
-from flashsci.call.torch_state import certainly, is_traced
+from flashsci.call.symbols import certainly
+from flashsci.call.torch_state import is_traced
 
 #: Scores of a call from which kernels save more than a copy costs.
 FEWEST_SCORES = 1 << 22

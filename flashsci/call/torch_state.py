@@ -89,16 +89,6 @@ def holds(condition: Any, unknown: bool = False) -> bool:
     return bool(guard_or_true(condition) if unknown else guard_or_false(condition))
 
 
-def certainly(condition: Any) -> bool:
-    """Whether a condition on sizes or strides holds for all sizes that a compiler traces for. The answer adds no
-    condition to the trace."""
-    if type(condition) is bool and not torch.compiler.is_compiling():
-        return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return bool(statically_known_true(condition))
-
-
 def sizes_from_data(*tensors: Tensor) -> bool:
     """Whether a compiler cannot compare the sizes of these: they are numbers that other tensors hold, such as a count
     of nonzero entries."""

@@ -165,8 +165,8 @@ def test_the_library_declares_what_it_reads(name):
     problem = flashsci.explain(*rows(1, 2, 4, 8), mask=torch.ones(4, 4, dtype=torch.bool)).problem
     assert problem.given == ("q", "k", "v", "mask")
     assert backend.ignores(problem, problem.kind) is None
-    slopes = flashsci.explain(*rows(1, 2, 4, 8), alibi_slopes=torch.ones(2)).problem
-    assert "alibi_slopes" in backend.ignores(slopes, slopes.kind)
+    gated = flashsci.explain(*rows(1, 2, 4, 8), pair_gate=torch.ones(4, 4)).problem
+    assert "pair_gate" in backend.ignores(gated, gated.kind)
 
 
 @pytest.mark.parametrize("name", [*backends.BACKENDS, *backends.GENERATIONS, "eager", "reference:packed"])
