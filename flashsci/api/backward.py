@@ -156,7 +156,9 @@ def attention_backward(
         if is_recorded() or q.is_meta:
             choice = recorded_reference()
     module = backends.LOADED[ATTENTION][choice.forward]
-    if tiles is not None and not tables.serves(tiles, dense, choice, module, block_mask.is_held(block)):
+    if tiles is not None and not tables.serves(
+        tiles, dense, module, choice.has_own_gradients, block_mask.is_held(block)
+    ):
         tiles = None
     if block is not None and tiles is None and not block_mask.is_held(block):
         mask = with_rank(block.dense(), q.dim())

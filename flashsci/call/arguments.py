@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashsci.call.kinds import OFFSETS, Argument, Field, Role
 from flashsci.call.ops import BATCH_INVARIANT, Scalars
-from flashsci.call.problem import differs_by_query
+from flashsci.call.row_pitch import differs_by_query
 from flashsci.call.torch_state import is_captured, is_readable, transforming
 from flashsci.call.transforms import is_mapped, wanted
 

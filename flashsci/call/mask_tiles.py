@@ -14,11 +14,9 @@ from torch import Tensor
 
 from flashsci.call.kinds import ATTENTION, Dense
 from flashsci.call.ops import Tensors
-from flashsci.call.problem import differs_by_query
-from flashsci.call.row_pitch import FEWEST_READERS, once
+from flashsci.call.row_pitch import FEWEST_READERS, differs_by_query, once
 from flashsci.call.symbols import certainly
 from flashsci.call.torch_state import is_traced
-from flashsci.choice.gradients import BY_RULES, Choice
 
 TILE = 64
 #: Numbers of bits of a tile of a mask with a row for each query; such a table has a multiple of them.
@@ -97,16 +95,16 @@ def belongs(table: Tensor, given: Dense) -> bool:
     return mask is not None and table.dim() == mask.dim() and certainly(mask.shape[-1] == k.shape[-2])
 
 
-def serves(table: Tensor, given: Dense, choice: Choice, module: Any, held: bool) -> bool:
-    """Whether the kernels of a choice, which are of a backend's module, compute a call by the table of its mask.
+def serves(table: Tensor, given: Dense, module: Any, own: bool, held: bool) -> bool:
+    """Whether the kernels of a backend's module compute a call by the table of its mask.
 
     Args:
+        own: whether the gradients are that backend's, or of kernels that rules choose by the table.
         held: whether the call has a tensor of the mask. Without one no kernel may read it: not those of short
             sequences and of wide heads, which have no tiles to skip, nor another backend's for gradients.
     """
     if not (reads(module) and belongs(table, given)):
         return False
-    own = choice.gradients in (choice.forward, BY_RULES)
     return held or (own and not module.reads_mask(given.q, given.k, given.v))
 
 

@@ -101,7 +101,7 @@ class Plan:
 
     def computes_by(self, table: Tensor, given: Dense, held: bool) -> bool:
         """:func:`mask_tiles.serves` for its choice."""
-        return mask_tiles.serves(table, given, self.choice, self.module, held)
+        return mask_tiles.serves(table, given, self.module, self.choice.has_own_gradients, held)
 
     @property
     def settled(self) -> bool:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from flashsci.call.kinds import ATTENTION, FP8, PAGED
-from flashsci.call.symbols import certainly
 
 
 def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:
@@ -25,11 +24,6 @@ def sums_bias(bias: Tensor, leading: Sequence[int]) -> bool:
         return True
     own = (*(1,) * (len(leading) + 2 - bias.dim()), *bias.shape[:-2])
     return bias.dtype != torch.float32 and own != tuple(leading)
-
-
-def differs_by_query(mask: Tensor) -> bool:
-    """Whether a mask has rows of its own for queries. False for sizes that a compiler keeps symbolic."""
-    return mask.dim() > 1 and certainly(mask.shape[-2] > 1) and certainly(mask.stride(-2) != 0)
 
 
 def has_inner_heads(bias: Tensor) -> bool:
@@ -95,7 +89,7 @@ class Problem:
     alibi_further: bool = False  # by more than the gradient of an eager call: see `arguments.Options.features`
     sink: bool = False
     mask: bool = False
-    mask_by_query: bool = False  # see `differs_by_query`
+    mask_by_query: bool = False  # see `differs_by_query` (row_pitch.py)
     mask_tiles: bool = False  # of a mask with a table of its tiles, or of one for which a table pays
     window_left: int = -1
     window_right: int = -1

@@ -73,6 +73,11 @@ def once(x: Tensor) -> Tensor:
     return x
 
 
+def differs_by_query(mask: Tensor) -> bool:
+    """Whether a mask has rows of its own for queries. False for sizes that a compiler keeps symbolic."""
+    return mask.dim() > 1 and certainly(mask.shape[-2] > 1) and certainly(mask.stride(-2) != 0)
+
+
 def padded(x: Tensor) -> Tensor:
     """A copy of a bias or mask with rows of whole 16 bytes: by ops that every tracer and transform follows."""
     keys = x.shape[-1]

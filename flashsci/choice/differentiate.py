@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Tensors
-from flashsci.call.problem import differs_by_query, problem_of, sums_bias
+from flashsci.call.problem import problem_of, sums_bias
+from flashsci.call.row_pitch import differs_by_query
 from flashsci.call.torch_state import count_flops, tracer_paused
 from flashsci.choice.backends import BACKENDS, FORWARD_OF_CUDA, kernels
 from flashsci.choice.candidates import able, advice

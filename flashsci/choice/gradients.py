@@ -31,6 +31,11 @@ class Choice(NamedTuple):
         return self.forward if self.gradients == BY_RULES else self.gradients
 
     @property
+    def has_own_gradients(self) -> bool:
+        """Whether no request names another backend for the gradients."""
+        return self.gradients in (self.forward, BY_RULES)
+
+    @property
     def name(self) -> str:
         """The name of the request that makes this choice."""
         return OWN if self[:2] == named(OWN)[:2] else self.forward
