@@ -97,15 +97,19 @@ def _kept(inputs: Inputs, shape: tuple[int, ...], index: int) -> Tensor:
     return dropout_mask(inputs.dropout_seed, p, shape, batch_offset=index).double() / (1 - p)
 
 
+def _of_scores(inputs: Inputs) -> tuple[float, float | None, bool]:
+    """Scale, softcap (None: it bounds nothing) and whether that bounds scores with their bias."""
+    scale, softcap = inputs.options.get("scale"), inputs.options.get("softcap")
+    scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
+    softcap = None if softcap is not None and softcap >= 2.0**100 * abs(scale) else softcap
+    return scale, softcap, bool(softcap) and inputs.options.get("softcap_at") == "biased"
+
+
 def blocks(inputs: Inputs) -> Iterator[Block]:
     """The dense problems of a call in fp64."""
     options = inputs.options
-    scale = options.get("scale")
-    scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    softcap = options.get("softcap")
-    softcap = None if softcap is not None and softcap >= 2.0**100 * abs(scale) else softcap
+    scale, softcap, caps_bias = _of_scores(inputs)
     keep = functools.partial(_kept, inputs)
-    caps_bias = bool(softcap) and options.get("softcap_at") == "biased"
 
     if inputs.cu_seqlens_q is None:
         heads = (lambda x: x[None]) if inputs.q.dim() == 2 else (lambda x: x)

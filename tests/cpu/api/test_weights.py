@@ -13,8 +13,8 @@ from flashsci.call import maps
 from flashsci.testing import Judge, cases, make_inputs, variants
 from tests.support.map_calls import OPTIONS, called, drawn
 
-POOL = [replace(v, dropout=False) for v in variants() if not v.varlen]
-SHAPING = ("causal", "window", "align", "scale", "softcap")
+POOL = [replace(v, dropout=False, gate=None) for v in variants() if not v.varlen]
+SHAPING = ("causal", "window", "align", "scale", "softcap", "softcap_at")
 
 
 def of_case(case):
