@@ -26,7 +26,7 @@ from flashsci.testing.formula_scores import Heads, Scores
 from flashsci.testing.making import make_inputs
 from flashsci.testing.tolerance import FLOOR_ROUNDINGS, ROUNDINGS
 
-_SHAPING = ("causal", "window", "align", "scale", "softcap")
+_SHAPING = ("causal", "window", "align", "scale", "softcap", "softcap_at")
 _UNIT = torch.finfo(torch.float32).eps / 2
 _SUBNORMAL = 2.0**-149
 _LOST = 128 * torch.finfo(torch.float32).tiny  # of P log P where P is subnormal
