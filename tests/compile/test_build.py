@@ -75,16 +75,13 @@ def cuobjdump(*flags: str) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
-def sass(arch: str, kernel: str, least: int = 1, every: int = 1) -> list[str]:
-    """The machine code of the kernels whose mangled names contain ``kernel``, its name first; ``least`` are there. One kernel
-    in ``every`` is disassembled: all of them take minutes."""
+def sass(arch: str, kernel: str) -> list[str]:
+    """The machine code of each kernel whose mangled name contains ``kernel``, its name first. Only theirs is disassembled:
+    all of it takes minutes."""
     symbols = cuobjdump("-symbols", "-arch", arch).splitlines()
-    names = sorted({line.split()[-1] for line in symbols if "STO_ENTRY" in line and kernel in line})
-    assert len(names) >= least, names
-    listing = cuobjdump("-sass", "-arch", arch, "-fun", ",".join(names[::every]))
-    found = re.split(r"Function : ", listing)[1:]
-    assert len(found) == len(names[::every])
-    return found
+    names = {line.split()[-1] for line in symbols if "STO_ENTRY" in line and kernel in line}
+    listing = cuobjdump("-sass", "-arch", arch, "-fun", ",".join(sorted(names)))
+    return re.split(r"Function : ", listing)[1:]
 
 
 def build_cmake(folder: Path, archs: str) -> Path:
@@ -202,7 +199,8 @@ def test_sass_is_tensor_core_code():
     archs = [int(a) for a in backend.build_info()["archs"] if int(a) >= 80]
     if not archs:
         pytest.skip("a build without sm_80 kernels")
-    forward = sass(f"sm_{archs[-1]}", "_ZN8flashsci4sm803fwd14forward_kernel", least=2 * 6, every=3)
+    forward = sass(f"sm_{archs[-1]}", "_ZN8flashsci4sm803fwd14forward_kernel")
+    assert len(forward) >= 2 * 6
     for text in forward:
         name = text.split("\n", 1)[0]
         dtype = "BF16" if "BFloat16" in name else "F32"
@@ -223,7 +221,8 @@ def test_turing_sass_is_tensor_core_code():
     """The kernels of sm_75 multiply with HMMA.1688, read with ldmatrix, and carry PTX for newer devices."""
     if "75" not in (backend.build_info() or {"archs": []})["archs"]:
         pytest.skip("a build without sm_75 kernels")
-    forward = sass("sm_75", "sm753fwd14forward_kernel", least=4 * 6, every=3)
+    forward = sass("sm_75", "sm753fwd14forward_kernel")
+    assert len(forward) >= 4 * 6
     for text in forward:
         name = text.split("\n", 1)[0]
         assert "HMMA.1688.F32" in text and "HMMA.16816" not in text, name
@@ -233,12 +232,14 @@ def test_turing_sass_is_tensor_core_code():
 
 
 @needs_library
+@pytest.mark.slow
 def test_hopper_sass_uses_wgmma_and_tma():
     """Every sm90 main loop multiplies with HGMMA, is fed by UTMALDG and stores by UTMASTG; HMMA is for the rare block, and for paged
     decoding, which fills no HGMMA; no local memory up to D 128."""
     if "90" not in (backend.build_info() or {"archs": []})["archs"]:
         pytest.skip("a build without sm_90a kernels")
-    forward = sass("sm_90a", "sm903fwd14forward_kernel", least=2 * 3, every=5)
+    forward = sass("sm_90a", "sm903fwd14forward_kernel")
+    assert len(forward) >= 2 * 3
     for text in forward:
         name = text.split("\n", 1)[0]
         assert "HGMMA.64x" in text and "UTMALDG.5D" in text and "UTMASTG.5D" in text, name
@@ -270,7 +271,8 @@ def test_hopper_sass_uses_wgmma_and_tma():
         name = text.split("\n", 1)[0]
         assert "HMMA.16816" in text and "UTMALDG.5D" in text, name
         assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
-    backward = sass("sm_90a", "sm903bwd15backward_kernel", least=2 * 4 * 4, every=3)
+    backward = sass("sm_90a", "sm903bwd15backward_kernel")
+    assert len(backward) >= 2 * 4 * 4
     for text in backward:
         name = text.split("\n", 1)[0]
         assert "UTMALDG.5D" in text and "UTMASTG.5D" in text and "UBLKRED" in text, name

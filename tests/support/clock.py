@@ -37,7 +37,5 @@ def processes(clock: Clock, lasts: float) -> SimpleNamespace:
                     raise subprocess.TimeoutExpired(self.args, timeout)
             return super().wait()
 
-    names: dict[str, Any] = {
-        name: getattr(subprocess, name) for name in ("TimeoutExpired", "STDOUT", "DEVNULL", "PIPE")
-    }
+    names: dict[str, Any] = {name: getattr(subprocess, name) for name in ("TimeoutExpired", "STDOUT", "DEVNULL")}
     return SimpleNamespace(Popen=Process, **names)

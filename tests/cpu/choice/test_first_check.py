@@ -13,6 +13,7 @@ import flashsci
 from flashsci.backends import reference
 from flashsci.call.problem import Problem
 from flashsci.choice import choose, first_check
+from tests.support.clock import Clock
 
 CPU = torch.device("cpu")
 AMPERE, ADA = (8, 0), (8, 9)
@@ -87,13 +88,16 @@ def ampere(monkeypatch, tmp_path):
     return ran_of
 
 
-def test_it_runs_once_per_machine(ampere):
+def test_it_runs_once_per_machine(ampere, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(first_check, "time", clock)
+    monkeypatch.setattr(first_check, "run", lambda *given: clock.sleep(0.25) or ampere.ran.append(given) or {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert first_check.look(AMPERE) and first_check.look(AMPERE)
     assert len(ampere.ran) == 1 and ampere.ran[0] == (AMPERE, torch.device("cuda", 0))
     (entry,) = json.loads(ampere.cache.read_text()).values()
-    assert entry["failures"] == {} and entry["seconds"] < 60
+    assert entry["failures"] == {} and entry["seconds"] == 0.25
 
 
 def test_other_kernels_are_checked_again(ampere, monkeypatch):
