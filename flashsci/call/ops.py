@@ -55,6 +55,7 @@ class Tensors(NamedTuple):
     bias_offsets: kinds.PairOffsets = None
     dropout_seed: kinds.Seed = None
     alibi_slopes: kinds.Slopes = None  # fp32 [*, Hq], packed [N or 1, Hq]
+    mask_tiles: kinds.MaskTiles = None  # of the mask (mask_tiles.py); only triton's kernels read it
 
     @property
     def leaves(self) -> tuple[Tensor | None, ...]:
@@ -99,6 +100,9 @@ class Tensors(NamedTuple):
         Tensors from saved-tensor hooks may have any strides.
         """
         rows = self.inner_contiguous(None)
+        tiles = rows.mask_tiles
+        if tiles is not None and tiles.stride(-1) != 1:
+            rows = rows._replace(mask_tiles=tiles.contiguous())
         indices = [rows[i] for i in _INDICES]
         if all(x is None or x.is_contiguous() for x in indices):
             return rows
@@ -116,7 +120,7 @@ _INDICES = tuple(Tensors._fields.index(name) for name in kinds.named(Tensors, Ro
 _FEWER_DIMS = tuple(
     (i, int(field.role is Role.KEYS))
     for i, field in enumerate(kinds.fields(Tensors).values())
-    if field.role in (Role.SCORES, Role.KEYS)
+    if field.role in (Role.SCORES, Role.TILES, Role.KEYS)
 )
 
 
@@ -143,12 +147,16 @@ def interleaved(x: Tensor, times: int, dim: int) -> Tensor:
 def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any) -> Given:
     """Packed tensors as users give them, [T, H, D], in the order of :class:`Tensors` as kernels take them."""
     rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-    return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes
+    return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes, None
+
+
+#: In the place of the longest queries: unknown, and no bit of a sequence's results may depend on the others of the call.
+BATCH_INVARIANT = -2
 
 
 class Scalars(NamedTuple):
     """The options of one call, as kernels take them: 0 is off (softcap, dropout), -1 is none (windows) or unknown
-    (longest lengths)."""
+    (longest lengths; :data:`BATCH_INVARIANT` is another unknown)."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -160,6 +168,15 @@ class Scalars(NamedTuple):
     dropout_p: float
     precision: str
     deterministic: bool
+    caps_bias: bool = False  # the softcap bounds bias and ALiBi, too
+
+    def batch_invariant(self) -> bool:
+        """Whether no bit of a sequence's results may depend on the others of the call."""
+        return self.max_seqlen_q == BATCH_INVARIANT
+
+    def windowed(self) -> bool:
+        """Whether a window hides scores."""
+        return self.window_left >= 0 or self.window_right >= 0
 
 
 class Saved(NamedTuple):
@@ -265,7 +282,30 @@ def fake_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(q.shape[:-1], dtype=statistics_dtype(q.dtype))
 
 
-def fake_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:
+def pitches_bias_gradient(bias: Tensor, q: Tensor, k: Tensor, windowed: bool) -> bool:
+    """Whether a backward returns the gradient of a bias at a pitch of 16 bytes: as the bias, of 16 bits, has it, with a
+    number for every score and no window. Tiles are written there as they are read."""
+    keys = bias.shape[-1]
+    return (
+        not windowed
+        and bias.element_size() == 2
+        and bias.dim() > 1
+        and bias.stride(-1) == 1
+        and bias.stride(-2) > keys
+        and bias.stride(-2) % 8 == 0
+        and keys % 8 != 0
+        and keys == k.shape[-2]
+        and bias.shape[:-1] == q.shape[:-1]
+        and 0 not in bias.shape
+    )
+
+
+def empty_bias_gradient(bias: Tensor, pitched: bool) -> Tensor:
+    """An empty gradient of a bias: row-major, and ``pitched`` or not."""
+    return empty_with_inner_keys(bias) if pitched else bias.new_empty(bias.shape)
+
+
+def fake_backward(tensors: Tensors, need: int, windowed: bool = True) -> tuple[Tensor, ...]:
     """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
     empty."""
     gradients = []
@@ -274,6 +314,10 @@ def fake_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:
             gradients.append((tensors.q if x is None else x).new_empty((0,)))
         elif i in _ROWS:
             gradients.append(empty_like_layout(x, x.shape))
+        elif x is tensors.bias:
+            hidden = windowed or tensors.cu_seqlens_q is not None
+            pitched = pitches_bias_gradient(x, tensors.q, tensors.k, hidden)
+            gradients.append(empty_bias_gradient(x, pitched))
         else:
             gradients.append(x.new_empty(x.shape))
     return tuple(gradients)
@@ -312,7 +356,7 @@ PASSES = {
     ),
     "backward": Pass(
         BACKWARD_SCHEMA,
-        lambda dout, dlse, saved, need: fake_backward(saved.tensors, need),
+        lambda dout, dlse, saved, need: fake_backward(saved.tensors, need, saved.scalars.windowed()),
         lambda dout, dlse, saved, need: (
             dout, dlse, *saved.flat(), need,
         ),

@@ -14,6 +14,7 @@ GROUPS = {
     "paged": ("triton/paged", "cuda/sm90/paged", "cuda/sm80/paged"),
     "fp8": ("triton/fp8", "cuda/sm90/fp8_"),
     "residual": ("triton/residual",),
+    "maps": ("triton/map_",),
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashsci.testing.inputs import Inputs
 
-LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
+LEAVES = ("q", "k", "v", "bias", "key_weight", "sink", "alibi_slopes", "pair_gate")
 
 
 def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options: Any) -> dict[str, Tensor]:
@@ -31,11 +31,13 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
     lse = not inputs.residual and (lse or inputs.dlse is not None)
     learning = inputs.has_gradients
     leaves: dict[str, Tensor] = {n: getattr(inputs, n).detach().requires_grad_(learning) for n in ("q", "k", "v")}
-    learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True}
+    learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True, "pair_gate": True}
     for name, learnt in learnt_of.items():
         x = getattr(inputs, name)
         if x is not None:
             leaves[name] = x.detach().requires_grad_(learning and learnt)
+    if inputs.alibi_slopes is not None and inputs.alibi_grad:
+        leaves["alibi_slopes"] = inputs.alibi_slopes.detach().requires_grad_(learning)
     arguments: dict[str, Any] = dict(inputs.options, return_lse=lse, backend=backend)
     if inputs.dropout_seed is not None:
         arguments["dropout_seed"] = inputs.dropout_seed
@@ -55,7 +57,7 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
             if inputs.cu_seqlens_q is not None:
                 result = flashsci.varlen_attention(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given)
             else:
-                result = flashsci.attention(q, k, v, mask=inputs.mask, **given)
+                result = flashsci.attention(q, k, v, **{"mask": inputs.mask, **given})
         return result if lse else (result,)
 
     tensors: list[Any] = [leaves.get(n) for n in LEAVES]

@@ -169,6 +169,7 @@ TURING_FP32: Tiles = {
 INTERPRETER: Tiles = {name: {512: (32, 16, 4, 1)} for name in FP32}  # small, so that small tests have several tiles
 
 MAX_HEAD_DIM = 512
+MOST_SMALL = 64  # rows and keys of a sequence whose backward one program does
 MOST_KEYS = 1024  # keys of a row of scores that one program holds
 
 
@@ -260,7 +261,7 @@ def small_config(
     """(tile side, warps[, registers a thread]) if one program does the whole backward of a sequence; None: it does
     not fit."""
     wide, turing = dtype == torch.float32, capability is not None and capability < (8, 0)
-    if longest > (32 if capability is None or turing else 64):
+    if longest > (32 if capability is None or turing else MOST_SMALL):
         return None
     if width > (64 if wide or turing else 128):
         return None

@@ -14,10 +14,12 @@ from flashsci.backends import cuda
 
 NAMES = (
     "q", "k", "v", "bias", "key_weight", "mask", "cu_seqlens_q", "cu_seqlens_k", "bias_offsets", "dropout_seed", "alibi_slopes",
+    "mask_tiles",
 )  # fmt: skip
 SCALARS = {
     "max_seqlen_q": -1, "max_seqlen_k": -1, "scale": 0.25, "softcap": 0.0, "window_left": -1, "window_right": -1,
     "lower_right": False, "dropout_p": 0.0, "precision": "default", "deterministic": False,
+    "caps_bias": False,
 }  # fmt: skip
 TANGENTS = ("tq", "tk", "tv", "tbias", "tkey_weight")
 

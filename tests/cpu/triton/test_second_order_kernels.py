@@ -129,6 +129,31 @@ CASES = {
     "packed, short, bias of keys": case({"varlen": True, **KEY}, bias_shape=(2, 45), **SHORT_PACKED),
     "packed, short, bias of pairs": case({"varlen": True, **PAIR}, bias_shape=(2, SHORT_PAIRS), **SHORT_PACKED),
 }  # fmt: skip
+# A softcap of scores with their bias, in each kernel of its gradient.
+CAPPED = {"softcap": True, "caps_bias": True, "lse_grad": True}
+for prefix, seq_q, seq_k, sizes in (("", 40, 37, {}), ("short, ", 17, 23, SHORT)):
+    CASES |= {
+        f"{prefix}capped bias": case({**CAPPED, **PAIR}, softcap=2.0, bias_shape=(2, 2, seq_q, seq_k), bias_holes=True, **sizes),
+        f"{prefix}capped bias, shared": case(
+            {**CAPPED, **PAIR, **WEIGHT, "tangents": "qkvbw"}, softcap=2.0, bias_shape=(1, 1, seq_q, seq_k), weight_shape=(2, 1, seq_k), **sizes
+        ),
+        f"{prefix}capped bias of keys": case({**CAPPED, **KEY, "alibi": True}, softcap=2.0, bias_shape=(2, 1, 1, seq_k), **sizes),
+        f"{prefix}capped bias of queries": case({**CAPPED, **PAIR, "tangents": "b"}, softcap=2.0, bias_shape=(2, 1, seq_q, 1), **sizes),
+    }  # fmt: skip
+CASES["packed, capped bias of pairs"] = case(
+    {"varlen": True, **CAPPED, **PAIR}, softcap=2.0, bias_shape=(2, PAIRS), **PACKED
+)
+# A gate of pairs: kernels forward and in first derivatives, the reference in fp32 beyond.
+GATE = {"gate": "float", "lse_grad": True, "tangents": "qkvg"}
+CASES |= {
+    "gate": case(GATE, gate_shape=(2, 2, 40, 37)),
+    "gate, bf16": case({**GATE, "dtype": "bfloat16", "gate": "inputs"}, gate_shape=(1, 2, 40, 37), gate_view="linear"),
+    "gate and everything": case(
+        {**GATE, **PAIR, **WEIGHT, "softcap": True, "caps_bias": True, "dropout": True, "tangents": "qkvbwg"},
+        softcap=2.0, dropout_p=0.2, bias_shape=(2, 1, 40, 37), weight_shape=(2, 1, 37), gate_shape=(2, 1, 40, 37),
+    ),
+    "tangents of the gate": case({**GATE, "tangents": "g"}, gate_shape=(2, 40, 1)),
+}  # fmt: skip
 # Absent tangents, each in the large kernels and in the one for short sequences.
 for some in ("w", "qw", "vw"):
     variant = {**WEIGHT, "softcap": True, "tangents": some}
@@ -146,7 +171,7 @@ QUICK = {
     "fp32", "bf16", "odd head dims", "two chunks", "one key", "no keys", "no queries", "causal, lower right", "window",
     "softcap and bias", "dropout", "full bias", "bias shared by heads", "mask", "nothing visible", "packed",
     "packed, bias of pairs", "short", "short, full bias", "packed, short", "key weights", "key weights and a shared bias",
-    "short, key weights", "ALiBi", "tangents of qvb", "short, tangents of k",
+    "short, key weights", "ALiBi", "tangents of qvb", "short, tangents of k", "capped bias, shared", "short, capped bias", "gate and everything",
 }  # fmt: skip
 
 
@@ -169,7 +194,7 @@ def test_named(name):
 WIDE = {
     name: replace(x, variant=replace(x.variant, dtype="float32", head_dim=130, head_dim_v=24))
     for name, x in CASES.items()
-    if not x.variant.varlen
+    if not (x.variant.varlen or x.variant.gate)
 }
 
 

@@ -34,6 +34,7 @@ from .scores import (
     scores,
 )
 from .tangents import add_moved, along_rows, second_order, softcap_bend, tangent_scores
+from .tiles import queries_of, query_step, query_steps
 
 
 @kernel
@@ -49,7 +50,7 @@ def double_backward_keys_kernel(
 
     Columns beyond the keys compute on zeros; their results stay in their own rows, which are not stored.
     """
-    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and F.MASK != PLANE
+    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and (F.MASK != PLANE or F.TILES)
     UNBOUNDED: tl.constexpr = tangents.weight is not None
     j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
     if j0 >= span.len_k:
@@ -69,6 +70,9 @@ def double_backward_keys_kernel(
     weight_sum = tl.zeros([BLOCK_N], tl.float32)
 
     edges = query_range(j0, span, mod, BLOCK_N, BLOCK_M, F.WINDOW)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW >= 1 else 1
+    LAST: tl.constexpr = 3 if F.TILES or F.WINDOW == 2 else 2
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_M
     for m in tl.range(0, sizes.group):
         head = member(at, m)
         statistics = flat_row(at.b, head.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
@@ -78,11 +82,16 @@ def double_backward_keys_kernel(
         bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
         tbias = bias_of(tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F)
         mask = mask_of(inputs, strides, head, span, F)
+        lists = queries_of(j0, head, span, inputs, strides, F.TILES)
+        steps = query_steps(lists, edges, BLOCK_M, F.TILES)
         alibi = alibi_of(inputs, strides, head, sizes, F)
         sums = tl.zeros([BLOCK_N], tl.float32)
 
-        for part in tl.static_range(0 if F.WINDOW >= 1 else 1, 3 if F.WINDOW == 2 else 2):
-            for start in tl.range(edges[part], edges[3 if part == 1 and F.WINDOW < 2 else part + 1], BLOCK_M):
+        for part in tl.static_range(FIRST, LAST):
+            for start in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
+                seen = mask
+                if F.TILES:
+                    start, seen = query_step(lists, start, BLOCK_M, TRANSPOSED, F.TILES)
                 start = tl.multiple_of(start, BLOCK_M)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start
@@ -93,7 +102,7 @@ def double_backward_keys_kernel(
                 dout_rows = load_from(dout_head, dout_strides, start, rows_left, sizes.head_dim_v, BLOCK_M, V, True)
                 products = score_chunks(q_rows, k_rows, None, PRECISION, TRANSPOSED)
                 s, slope = scores(
-                    products, i, j, bias, mask, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
+                    products, i, j, bias, seen, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
                 )  # fmt: skip
                 # Rows beyond the queries count as rows without keys: probability 0.
                 row_lse = load_row(lse + position, inside, float("-inf"), TRANSPOSED)
@@ -110,7 +119,7 @@ def double_backward_keys_kernel(
                 keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)
                 dp = drop(dp, keep, mod)
                 tdp = drop(tdp, keep, mod)
-                bend = softcap_bend(products, slope, mod, F)
+                bend = softcap_bend(products, s, slope, mod, F)
                 row_mean = load_row(mean + position, inside, 0.0, TRANSPOSED)
                 row_delta = load_row(delta + position, inside, 0.0, TRANSPOSED)
                 row_zeta = load_row(zeta + position, inside, 0.0, TRANSPOSED)

@@ -33,6 +33,7 @@ from .scores import (
     store_plane,
 )
 from .tangents import add_moved, second_order, softcap_bend, tangent_scores
+from .tiles import key_step, key_steps, keys_of
 
 
 @kernel
@@ -57,6 +58,7 @@ def double_backward_queries_kernel(
     if BIAS_GRADIENT == STORE:
         gbias = bias_of(gbias, gbias_strides, at, span, inputs, sizes, GBIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    lists = keys_of(i0, at, span, inputs, strides, F.TILES)
     alibi = alibi_of(inputs, strides, at, sizes, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
@@ -74,9 +76,14 @@ def double_backward_queries_kernel(
     row_sums = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(BLOCK_M, D)
 
-    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
-    for part in tl.static_range(0 if F.WINDOW == 2 else 1, 3):
-        for start in tl.range(edges[part], edges[part + 1], BLOCK_N):
+    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
+    for part in tl.static_range(FIRST, 3):
+        for start in tl.range(edges[part], edges[part + 1], STEP):
+            seen = mask
+            if F.TILES:
+                start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
@@ -85,7 +92,7 @@ def double_backward_queries_kernel(
             v_rows = load_from(v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, slope = scores(
-                products, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                products, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
@@ -102,7 +109,7 @@ def double_backward_queries_kernel(
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
             dp = drop(dp, keep, mod)
             tdp = drop(tdp, keep, mod)
-            bend = softcap_bend(products, slope, mod, F)
+            bend = softcap_bend(products, s, slope, mod, F)
             _w, f, e_raw, f_raw, _g = second_order(
                 p, bare, t, raw_t, tweights, dp - row_delta[:, None], tdp - row_zeta[:, None], row_mean, slope, bend, F, False
             )  # fmt: skip

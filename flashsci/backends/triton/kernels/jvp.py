@@ -29,6 +29,7 @@ from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
 from .tangents import add_moved, tangent_scores
+from .tiles import key_step, key_steps, keys_of
 
 
 @kernel
@@ -51,6 +52,7 @@ def jvp_kernel(
     bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
     tbias = bias_of(tangents.bias, tangent_strides.bias, at, span, inputs, sizes, TBIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    lists = keys_of(i0, at, span, inputs, strides, F.TILES)
     alibi = alibi_of(inputs, strides, at, sizes, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
@@ -67,18 +69,23 @@ def jvp_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)  # sum of P: 1, up to roundings of a huge lse
     acc = zero_chunks(BLOCK_M, V)
 
-    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
+    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
     SWEEPS: tl.constexpr = 1 if tangents.weight is None else 2
     for sweep in tl.static_range(0, SWEEPS):
-        for part in tl.static_range(0 if F.WINDOW == 2 else 1, 3):
-            for start in tl.range(edges[part], edges[part + 1], BLOCK_N):
+        for part in tl.static_range(FIRST, 3):
+            for start in tl.range(edges[part], edges[part + 1], STEP):
+                seen = mask
+                if F.TILES:
+                    start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
                 start = tl.multiple_of(start, BLOCK_N)
                 j = start + tl.arange(0, BLOCK_N)
                 keys_left = span.len_k - start
                 k_rows = load_from(k_head, strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
                 products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
                 s, slope = scores(
-                    products, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                    products, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
                 )  # fmt: skip
                 weights = load_weights(inputs.weight, strides.weight, at, span, j)
                 tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)

@@ -15,6 +15,8 @@ from .scores import (
     bias_of,
     load_weights,
     mask_of,
+    of_addends,
+    of_products,
     probabilities,
     reference_of,
     scores,
@@ -27,7 +29,7 @@ def wide_backward_kernel(
     inputs, p, ds, lse, delta, dbias, terms, strides, tiles, sizes, mod,
     F: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """p: q k^T on the way in, R P on the way out; ds: dO v^T, dS. dbias: None, or dS before the softcap's slope; terms: None, or
+    """p: q k^T on the way in, R P on the way out; ds: dO v^T, dS. dbias: None, or the gradient of a bias at each pair; terms: None, or
     those of the gradient of key weights."""
     i0, at, span, first = score_rows(tl.program_id(0), tiles, sizes, mod, BLOCK_M)
     i = i0 + tl.arange(0, BLOCK_M)
@@ -51,8 +53,6 @@ def wide_backward_kernel(
     dp -= row_delta[:, None]
     gradient = found * dp
     store_scores(p, first, i, j, span, kept, VECTOR)
-    store_scores(dbias, first, i, j, span, gradient, VECTOR)
+    store_scores(dbias, first, i, j, span, of_addends(gradient, slope, F), VECTOR)
     store_scores(terms, first, i, j, span, bare * dp, VECTOR)
-    if F.SOFTCAP:
-        gradient = gradient * slope
-    store_scores(ds, first, i, j, span, gradient, VECTOR)
+    store_scores(ds, first, i, j, span, of_products(gradient, slope, F), VECTOR)

@@ -70,7 +70,7 @@ def wide_double_backward_kernel(
         dp = drop(dp, keep, mod)
         y = drop(y, keep, mod)
         row_delta = tl.load(delta + first + i, mask=inside, other=0.0)
-        bend = softcap_bend(products, slope, mod, F)
+        bend = softcap_bend(products, s, slope, mod, F)
         _w, plain, e_raw, f_raw, g = second_order(
             found, bare, t, raw, tweights, dp - row_delta[:, None], y - row_zeta[:, None], row_mean, slope, bend, F, False
         )  # fmt: skip

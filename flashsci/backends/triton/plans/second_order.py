@@ -20,7 +20,7 @@ from flashsci.backends.triton.plans.bias import (
     bias_route,
     reduce_to,
 )
-from flashsci.backends.triton.plans.dense import DensePlan, longest_class, plan_of
+from flashsci.backends.triton.plans.dense import DensePlan, longest_class, options_of, plan_of
 from flashsci.backends.triton.plans.strides import (
     NO_STRIDES,
     plane_strides,
@@ -163,7 +163,7 @@ def jvp(tangents: Tangents, saved: Saved):
     tensors, out, lse, scalars = saved
     q, k = tensors[:2]
     tq, tk, tv, tbias, tweight = tangents
-    _, _, *options, _ = scalars  # all kernels are deterministic
+    options = options_of(scalars)
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()
     tout, mean = empty_like_layout(q, out.shape), torch.empty_like(lse)
     if tout.numel() == 0 or k.shape[-2] == 0 or (tq is tk is tv is tbias is tweight is None):
@@ -184,7 +184,6 @@ def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
     tensors, out, lse, scalars = saved
     q, k, v, bias, weight = tensors[:5]
     tq, tk, tv, tbias, tweight = tangents
-    max_seqlen_q, max_seqlen_k, *options, _ = scalars
     need_bias = bias is not None and bool(need & NEED_BIAS)
     need_weight = weight is not None and bool(need & NEED_KEY_WEIGHT)
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()
@@ -203,8 +202,8 @@ def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
     else:
         inputs = tuple(tensors)
         tangents = (tq, tk, tv, tbias, tweight)
-        longest = longest_class(max_seqlen_q, max_seqlen_k)
-        second = second_order_of(inputs, tangents, dout, out, longest, options)
+        longest = longest_class(scalars.max_seqlen_q, scalars.max_seqlen_k)
+        second = second_order_of(inputs, tangents, dout, out, longest, options_of(scalars))
         p = second.plan
         if p.wide is not None:
             rows = gq, gk, gv, tout if need & NEED_DOUT else None

@@ -166,11 +166,12 @@ class Wide:
         return delta
 
     def room(self, bias, weight, need: int, like) -> tuple:
-        """Memory for gradients of scores before the softcap, and for the terms of the gradient of key weights.
+        """Memory for the gradients of a bias at each pair, and for the terms of the gradient of key weights.
 
-        The former is needed if a bias needs the gradients after the softcap as well.
+        The former is needed if they are not those of products: if a softcap bounds the products alone.
         """
-        beside = bias is not None and need & NEED_BIAS and self.plan.arguments["F"].SOFTCAP
+        features = self.plan.arguments["F"]
+        beside = bias is not None and need & NEED_BIAS and features.SOFTCAP and not features.CAPS_BIAS
         weighted = weight is not None and need & NEED_KEY_WEIGHT
         return tuple(self.scores(like) if wanted else None for wanted in (beside, weighted))
 
