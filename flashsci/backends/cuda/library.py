@@ -18,6 +18,7 @@ from flashsci.call import paged_ops
 from flashsci.call.op_checks import on_one_device
 from flashsci.call.ops import Tensors, fake_backward, fake_forward, register_vmap
 from flashsci.call.schemas import LIBRARY
+from flashsci.call.torch_state import tracer_paused
 
 ops: Any = None  # (forward, backward) of the loaded library, as torch has them
 handle: ctypes.CDLL | None = None  # the same library for calls without torch's dispatcher
@@ -139,7 +140,9 @@ def unavailable() -> str | None:
 
 def _ask_driver() -> str | None:
     """Why the loaded library cannot run here, or None."""
-    if not torch.ops.flashsci.sees_torch_cuda():
+    with tracer_paused():  # torch.jit.trace records no op that gives a bool
+        has_cuda = torch.ops.flashsci.sees_torch_cuda()
+    if not has_cuda:
         return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device (no GPU, or no working NVIDIA driver)"
