@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashsci.call import paged_ops
 from flashsci.call.op_checks import on_one_device
-from flashsci.call.ops import Tensors, fake_backward, fake_forward, register_vmap
+from flashsci.call.ops import Tensors, empty_like_layout, fake_backward, fake_forward, register_vmap
 from flashsci.call.schemas import LIBRARY
 from flashsci.call.torch_state import tracer_paused
 
@@ -66,6 +66,9 @@ def _load_now() -> str | None:
         for op, fake in zip(found, fakes, strict=True):
             torch.library.register_fake(op.name(), on_one_device(fake), lib=LIBRARY)
             register_vmap(op)
+        torch.library.register_fake(
+            namespace.cuda_fp8_forward.default.name(), on_one_device(_fake_fp8_forward), lib=LIBRARY
+        )
         if hasattr(namespace, "cuda_paged_attention"):  # absent in a library of an older tree
             paged_ops.register_fake("cuda_paged_attention")
         handle, ops = library, found
@@ -92,6 +95,12 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, *given: Any) -> tup
     """Results of the library's op, to which key weights are a bias."""
     need = given[len(_INPUTS) + len(_OPTIONS)]  # `weighted` may follow
     return fake_backward(Tensors(*given[:4]), need)[:4]
+
+
+def _fake_fp8_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    out_dtype = torch.float16 if given[-1] else torch.bfloat16
+    out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), out_dtype)
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def build_info() -> dict[str, Any] | None:
