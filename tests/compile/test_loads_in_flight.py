@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from flashsci.backends import cuda
-from tools.kernels.loads_in_flight import in_flight, kernels, search
+from tools.kernels.loads_in_flight import InFlight, in_flight, kernels, search
 
-# Of these kernels an arrival may pass loads: they hold what another barrier frees, or no fence.proxy.async delays them.
+# So many arrivals of a kernel may pass loads, which hold what another barrier frees, or what no fence.proxy.async delays.
 HARMLESS = {
-    "sm903fwd14forward_kernel": "words of a bias, which bias_mask_empty frees, while K and Q are: wgmma has read those",
-    "sm905paged": "without a fence.proxy.async",
-    "sm904pair4half": "its fences come after the loads of a block",
+    "sm903fwd14forward_kernel": (8, "K and Q are free, which wgmma has read, while words of a bias are on their way"),
+    "sm9012triangle_fwd": (1, "a bias that is not read is free, while q is on its way"),
+    "D256BackwardTiling": (1, "consumers meet, while the sizes of their only tile are on their way"),
+    "paged12paged_kernel": (5, "without a fence.proxy.async"),
+    "sm904pair4half": (2, "its fences come after the loads of a block"),
+    "sm903fp8": (1, "scales of a block in one tiling: an arrival that waits for them takes a third of the speed"),
 }
 
 
@@ -20,8 +23,12 @@ HARMLESS = {
 def test_no_load_is_in_flight_at_an_arrival():
     if "90" not in (cuda.build_info() or {"archs": []})["archs"]:
         pytest.skip("a build without sm_90a kernels")
-    found = [f for f in search(cuda.library_path()) if not any(part in f.kernel for part in HARMLESS)]
-    assert not found, "\n".join(map(str, found))
+    found: dict[str, list[InFlight]] = {}
+    for finding in search(cuda.library_path()):
+        found.setdefault(finding.kernel, []).append(finding)
+    for kernel, findings in found.items():
+        allowed = max((count for part, (count, _) in HARMLESS.items() if part in kernel), default=0)
+        assert len(findings) <= allowed, "\n".join(map(str, findings))
 
 
 def listed(*lines: tuple[str, int, int]) -> list[str]:

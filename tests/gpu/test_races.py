@@ -332,11 +332,14 @@ class Repeats:
         compared = [c for c in self.compared if c.worst]
         if not compared:
             return []
-        worst = torch.stack([torch.cat(c.worst) for c in compared])
-        places = torch.stack([torch.cat(c.places) for c in compared])
+        counts = [sum(map(len, c.worst)) for c in compared]
+        worst = torch.cat([x for c in compared for x in c.worst])
+        places = torch.cat([x for c in compared for x in c.places])
         # A place is an integer that fp64 holds.
-        worst, places = torch.stack([worst, places.double()]).tolist()
-        found = (c.problem(w, [int(x) for x in p]) for c, w, p in zip(compared, worst, places, strict=True))
+        numbers = torch.stack([worst, places.double()]).cpu().split(counts, 1)
+        found = (
+            c.problem(w, [int(x) for x in p]) for c, (w, p) in zip(compared, (n.tolist() for n in numbers), strict=True)
+        )
         return [problem for problem in found if problem]
 
 

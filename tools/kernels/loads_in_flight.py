@@ -106,10 +106,12 @@ def in_flight(kernel: str, code: list[Instruction]) -> list[InFlight]:
 def search(file: Path, part: str = "", arch: str = "sm_90a") -> list[InFlight]:
     """All findings in the kernels of a library or object file whose mangled name contains ``part``."""
     symbols = subprocess.run([tool("cuobjdump"), "-symbols", "-arch", arch, str(file)], capture_output=True, text=True)
-    names = {line.split()[-1] for line in symbols.stdout.splitlines() if "STO_ENTRY" in line and part in line}
+    names = sorted({line.split()[-1] for line in symbols.stdout.splitlines() if "STO_ENTRY" in line and part in line})
     if not names:
         raise ValueError(f"{file} has no kernel for {arch} whose name contains {part!r}")
-    command = [tool("cuobjdump"), "-sass", "-arch", arch, "-fun", ",".join(sorted(names)), str(file)]
+    # All of a library are too many names for a command.
+    only = ["-fun", ",".join(names)] if part else []
+    command = [tool("cuobjdump"), "-sass", "-arch", arch, *only, str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         return [finding for name, code in kernels(process.stdout) for finding in in_flight(name, code)]

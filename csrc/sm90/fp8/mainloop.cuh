@@ -127,7 +127,7 @@ struct Consumer {
     pass_turn();
     return shared.scales[head % kStages];
   }
-  __device__ __forceinline__ void end_scores(Rest& rest, const float2& scales, bool last) {
+  __device__ __forceinline__ void end_scores(Rest& rest, bool last) {
     ptx::wgmma_wait<0>();
     ptx::wgmma_tie(s);
     if constexpr (kFirst < kHeadDim) {
@@ -135,11 +135,7 @@ struct Consumer {
 #pragma unroll
       for (int e = 0; e < kBlockK / 2; ++e) s[e] += rest[e];
     }
-    // K is free, and so are its scales.
-    __syncwarp();
-    if (lane == 0)
-      ptx::mbarrier_arrive_after(ptx::shared_address(&shared.k_empty[head % kStages]),
-                                 __float_as_uint(scales.x) ^ __float_as_uint(scales.y));
+    release(shared.k_empty[head % kStages]);
     if (last) release(shared.q_empty[tiles % C::kQStages][w]);
   }
   // P V of this block and columns [kChunk chunk, ...); the last chunk includes the rows after V: a
@@ -253,7 +249,7 @@ struct Consumer {
     const float2 scales = begin_scores(rest);
     float factor = work.scale * scales.x;  // during the product
     const bool plain = is_plain(work, block, factor);
-    end_scores(rest, scales, block == work.own.first);
+    end_scores(rest, block == work.own.first);
     if (!plain) shape_scores(work, block, factor);
     softmax(factor);
     wait(shared.turned_full[head % kStages], head / kStages);
