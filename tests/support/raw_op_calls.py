@@ -148,7 +148,8 @@ def mask_alone(device: str) -> Arguments:
 
 
 def table_of(given: Arguments, dtype: torch.dtype) -> Results:
-    """The table of a mask, by its definition: kinds of tiles, lists in both directions, bits."""
+    """The table of a mask, by its definition: kinds of tiles, lists in both directions, the places of the bits of all tiles,
+    zeros up to a multiple of 128, bits."""
     mask = given["mask"].cpu()
     rows, keys = (-(-n // 64) for n in mask.shape[-2:])
     padded = torch.zeros(*mask.shape[:-2], 64 * rows, 64 * keys, dtype=torch.int64)
@@ -165,6 +166,8 @@ def table_of(given: Arguments, dtype: torch.dtype) -> Results:
         order = torch.argsort(1 - listed, dim=-1, stable=True)
         entries = torch.where(of_lines > 0, 2 * torch.arange(count) + of_lines // 2, 0).gather(-1, order)
         found += [before.flatten(-2), entries.flatten(-2)]
+    found.append(torch.arange(rows * keys).expand_as(kinds.flatten(-2)))
+    found.append(torch.zeros(*kinds.shape[:-2], -sum(x.shape[-1] for x in found) % 128, dtype=torch.int64))
     words = (tiles.transpose(-3, -2).unflatten(-1, (2, 32)) << torch.arange(32)).sum(-1)
     table = torch.cat([*found, words.flatten(-4)], -1).unsqueeze(-2)
     return (table.to(torch.int32).to(given["mask"].device),)
