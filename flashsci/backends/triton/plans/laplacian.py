@@ -10,7 +10,6 @@ import triton
 from torch import Tensor
 
 from flashsci.backends.triton.kernels.laplacian import (
-    few_keys_kernel,
     jacobian_kernel,
     laplacian_kernel,
     output_kernel,
@@ -67,15 +66,24 @@ class _Call:
         )  # fmt: skip
         self.device = device_of(q.device)
         self.blocks = {
-            "BLOCK_N": min(FEW, max(16, triton.next_power_of_2(k.shape[-2]))),
-            "BLOCK_D": max(16, triton.next_power_of_2(q.shape[-1])),
+            "BLOCK_N": 32,
+            "BLOCK_D": 32 if q.shape[-1] > 16 else 16,
             "BLOCK_V": max(16, triton.next_power_of_2(v.shape[-1])),
+            "VECTOR": math.gcd(16 // q.element_size(), q.shape[-1], v.shape[-1]),
             "PRECISION": dense.products("default", torch.float32, self.device.capability),
         }
         self.strides = of_bias, of_mask
 
-    def launch(self, kernel, rows: int, parts: int, sizes: Sizes, *tensors: Tensor | None) -> None:
-        """Launch with tiles of so many rows, for each head and each part of the directions."""
+    def parts(self) -> tuple[int, int]:
+        """The parts of the directions for the Laplacian, and the directions of each."""
+        programs = self.sizes.batch * self.sizes.heads * triton.cdiv(self.sizes.rows, 16)
+        parts = max(1, min(self.sizes.directions, WAVES * self.device.processors // programs))
+        step = max(1, triton.cdiv(self.sizes.directions, parts))
+        return max(1, triton.cdiv(self.sizes.directions, step)), step
+
+    def launch(self, kernel, parts: int, sizes: Sizes, *tensors: Tensor | None) -> None:
+        """Launch for each tile of rows, each head and each part of the directions."""
+        rows=16
         tiles = triton.cdiv(sizes.rows, rows)
         arguments = self.blocks | {
             "strides": self.strides,
@@ -89,47 +97,24 @@ class _Call:
 
 def compute(tensors: LaplacianTensors, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Output, Jacobian and Laplacian of a checked call, in the dtype of q."""
+    out, jacobian, laplacian = laplacian_ops.empty_results(tensors)
     if not (tensors.q.numel() and tensors.k.numel() and tensors.v.numel()):
-        out, jacobian, laplacian = laplacian_ops.empty_results(tensors)
         return out.zero_(), jacobian.zero_(), laplacian.zero_()
     call = _Call(tensors, scale)
-    few = tensors.k.shape[-2] <= FEW
-    out, jacobian, laplacian = (_of_few_keys if few else _of_many_keys)(call, tensors)
-    dtype = tensors.q.dtype
-    return out.to(dtype), jacobian.to(dtype), laplacian.to(dtype)
-
-
-def _of_few_keys(call: _Call, tensors: LaplacianTensors) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, q = call.sizes, tensors.q
-    rows = min(64, max(16, triton.next_power_of_2(sizes.rows)))
-    programs = sizes.batch * sizes.heads * triton.cdiv(sizes.rows, rows)
-    parts = max(1, min(sizes.directions, WAVES * call.device.processors // programs))
-    step = max(1, triton.cdiv(sizes.directions, parts))
-    parts = max(1, triton.cdiv(sizes.directions, step))
-    out = q.new_empty(call.shape, dtype=torch.float32)
-    jacobian = q.new_empty((sizes.directions, *call.shape), dtype=torch.float32)
-    laplacian = q.new_empty((parts, *call.shape), dtype=torch.float32)
-    given = (*call.rows, call.bias, call.mask, out, jacobian, laplacian)
-    call.launch(few_keys_kernel, rows, parts, sizes._replace(step=step), *given)
-    return out, jacobian, laplacian.sum(0) if parts > 1 else laplacian[0]
-
-
-def _of_many_keys(call: _Call, tensors: LaplacianTensors) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, q = call.sizes, tensors.q
-    out = q.new_empty(call.shape, dtype=torch.float32)
-    lse = q.new_empty(call.shape[:-1], dtype=torch.float32)
-    jacobian = q.new_empty((sizes.directions, *call.shape), dtype=torch.float32)
-    means = q.new_empty((sizes.directions, *lse.shape), dtype=torch.float32)
-    rows, call.blocks["BLOCK_N"] = 64, 32
+    sizes, like = call.sizes, dict(dtype=torch.float32, device=out.device)
+    precise = torch.empty(call.shape, **like)
+    lse = torch.empty(call.shape[:-1], **like)
+    means = torch.empty((sizes.directions, *lse.shape), **like)
     slopes, curvatures = call.rows[:6], call.rows[6:]
-    call.launch(output_kernel, rows, 1, sizes, *slopes[:3], call.bias, call.mask, out, lse)
-    given = (*slopes, call.bias, call.mask, lse, jacobian, means)
+    call.launch(output_kernel, 1, sizes, *slopes[:3], call.bias, call.mask, precise, lse)
+    given = *slopes, call.bias, call.mask, precise, lse, jacobian, means
     if sizes.directions:
-        call.launch(jacobian_kernel, rows, sizes.directions, sizes, *given)
-    laplacian = torch.empty_like(out)
-    given = (*slopes, *curvatures, call.bias, call.mask, lse, means, out, laplacian)
-    call.launch(laplacian_kernel, rows, 1, sizes, *given)
-    return out, jacobian, laplacian
+        call.launch(jacobian_kernel, sizes.directions, sizes, *given)
+    parts, step = call.parts()
+    shares = torch.empty((parts, *call.shape), **like)
+    given = *slopes, *curvatures, call.bias, call.mask, precise, lse, means, shares
+    call.launch(laplacian_kernel, parts, sizes._replace(step=step), *given)
+    return out.copy_(precise), jacobian, torch.sum(shares, 0, dtype=out.dtype) if parts > 1 else shares[0].to(out.dtype)
 
 
 _KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
