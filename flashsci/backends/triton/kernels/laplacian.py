@@ -32,15 +32,11 @@ def masked_scores(s, bias, mask, strides, b, h, i, j, sizes):
     """Scores [M, N] with bias, -inf where nothing is seen. strides: of bias and mask, (batch, head, row, column) each."""
     inside = (i[:, None] < sizes.rows) & (j[None, :] < sizes.keys)
     if bias is not None:
-        place = (
-            b.to(tl.int64) * strides[0][0] + h * strides[0][1] + i[:, None] * strides[0][2] + j[None, :] * strides[0][3]
-        )
+        place = b * strides[0][0] + h * strides[0][1] + i[:, None] * strides[0][2] + j[None, :] * strides[0][3]
         s += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
     seen = inside
     if mask is not None:
-        place = (
-            b.to(tl.int64) * strides[1][0] + h * strides[1][1] + i[:, None] * strides[1][2] + j[None, :] * strides[1][3]
-        )
+        place = b * strides[1][0] + h * strides[1][1] + i[:, None] * strides[1][2] + j[None, :] * strides[1][3]
         seen = seen & (tl.load(mask + place, mask=inside, other=0) != 0)
     return tl.where(seen, s, float("-inf"))
 
@@ -57,10 +53,10 @@ def place_of(pid, sizes, BLOCK_M: tl.constexpr):
     """Of a program: the part of the directions, batch, query head, index of its head in q and in k, and its rows."""
     tiles = tl.cdiv(sizes.rows, BLOCK_M)
     i = (pid % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    head = (pid // tiles) % (sizes.batch * sizes.heads)
-    part = pid // (tiles * sizes.batch * sizes.heads)
+    part = (pid // tiles) % sizes.parts
+    head = (pid // (tiles * sizes.parts)).to(tl.int64)
     b, h = head // sizes.heads, head % sizes.heads
-    return part, b, h, head.to(tl.int64), (b * (sizes.heads // sizes.group) + h // sizes.group).to(tl.int64), i
+    return part, b, h, head, b * (sizes.heads // sizes.group) + h // sizes.group, i
 
 
 @triton.jit
@@ -73,7 +69,7 @@ def moved(pointer, offset):
 @kernel
 def output_kernel(
     q, k, v, bias, mask, out, lse, strides, sizes,
-    PRECISION: tl.constexpr, VECTOR: tl.constexpr,
+    PRECISION: tl.constexpr, SCORES: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The output and the lse of each row, fp32, -inf without keys."""
@@ -91,7 +87,7 @@ def output_kernel(
         s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for first in range(0, dim, BLOCK_D):
             d = first + tl.arange(0, BLOCK_D)
-            s = product(load_tile(q, i, d, sizes.rows, dim), load_tile(k, j, d, sizes.keys, dim), s, PRECISION)
+            s = product(load_tile(q, i, d, sizes.rows, dim), load_tile(k, j, d, sizes.keys, dim), s, SCORES)
         s = masked_scores(s * sizes.scale, bias, mask, strides, b, h, i, j, sizes)
         higher = tl.maximum(top, tl.max(s, 1))
         reference = tl.where(higher == float("-inf"), 0.0, higher)
@@ -112,7 +108,7 @@ def output_kernel(
 @kernel
 def jacobian_kernel(
     q, k, v, dq, dk, dv, bias, mask, out, lse, jacobian, means, strides, sizes,
-    PRECISION: tl.constexpr, VECTOR: tl.constexpr,
+    PRECISION: tl.constexpr, SCORES: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The Jacobian in one direction, and sum_j P dS of each row, fp32. dS is centred by its mean over the first tile of keys
@@ -140,11 +136,11 @@ def jacobian_kernel(
         for first in range(0, dim, BLOCK_D):
             d = first + tl.arange(0, BLOCK_D)
             q_tile, k_tile = load_tile(q, i, d, sizes.rows, dim), load_tile(k, j, d, sizes.keys, dim)
-            s = product(q_tile, k_tile, s, PRECISION)
+            s = product(q_tile, k_tile, s, SCORES)
             if dq is not None:
-                slope = product(load_tile(dq, i, d, sizes.rows, dim), k_tile, slope, PRECISION)
+                slope = product(load_tile(dq, i, d, sizes.rows, dim), k_tile, slope, SCORES)
             if dk is not None:
-                slope = product(q_tile, load_tile(dk, j, d, sizes.keys, dim), slope, PRECISION)
+                slope = product(q_tile, load_tile(dk, j, d, sizes.keys, dim), slope, SCORES)
         p = probabilities(s, of_row, bias, mask, strides, b, h, i, j, sizes)
         if dq is not None or dk is not None:
             slope *= sizes.scale
@@ -167,7 +163,7 @@ def jacobian_kernel(
 @kernel
 def laplacian_kernel(
     q, k, v, dq, dk, dv, lq, lk, lv, bias, mask, out, lse, means, laplacian, strides, sizes,
-    PRECISION: tl.constexpr, VECTOR: tl.constexpr,
+    PRECISION: tl.constexpr, SCORES: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The share of one part of the directions in the Laplacian, fp32; that of the Laplacians given is in the first part.
@@ -193,11 +189,11 @@ def laplacian_kernel(
         for first in range(0, dim, BLOCK_D):
             d = first + tl.arange(0, BLOCK_D)
             q_tile, k_tile = load_tile(q, i, d, sizes.rows, dim), load_tile(k, j, d, sizes.keys, dim)
-            s = product(q_tile, k_tile, s, PRECISION)
+            s = product(q_tile, k_tile, s, SCORES)
             if lq is not None:
-                rate = product(load_tile(lq, i, d, sizes.rows, dim), k_tile, rate, PRECISION)
+                rate = product(load_tile(lq, i, d, sizes.rows, dim), k_tile, rate, SCORES)
             if lk is not None:
-                rate = product(q_tile, load_tile(lk, j, d, sizes.keys, dim), rate, PRECISION)
+                rate = product(q_tile, load_tile(lk, j, d, sizes.keys, dim), rate, SCORES)
         p = probabilities(s, of_row, bias, mask, strides, b, h, i, j, sizes)
         rate = tl.where(part == 0, rate * sizes.scale, 0.0)
         pairs = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -208,12 +204,12 @@ def laplacian_kernel(
                     d = first + tl.arange(0, BLOCK_D)
                     if dq is not None:
                         dq_tile = load_tile(dq + n * rows * dim, i, d, sizes.rows, dim)
-                        slope = product(dq_tile, load_tile(k, j, d, sizes.keys, dim), slope, PRECISION)
+                        slope = product(dq_tile, load_tile(k, j, d, sizes.keys, dim), slope, SCORES)
                     if dk is not None:
                         dk_tile = load_tile(dk + n * keys * dim, j, d, sizes.keys, dim)
-                        slope = product(load_tile(q, i, d, sizes.rows, dim), dk_tile, slope, PRECISION)
+                        slope = product(load_tile(q, i, d, sizes.rows, dim), dk_tile, slope, SCORES)
                     if dq is not None and dk is not None:
-                        pairs = product(dq_tile, dk_tile, pairs, PRECISION)
+                        pairs = product(dq_tile, dk_tile, pairs, SCORES)
                 mean = tl.load(means + n * rows + head * sizes.rows + i, mask=i < sizes.rows, other=0.0)
                 centred = slope * sizes.scale - mean[:, None]
                 rate += centred * centred

@@ -9,18 +9,23 @@ import torch
 import triton
 from torch import Tensor
 
-from flashsci.backends.triton.kernels.laplacian import (
-    jacobian_kernel,
-    laplacian_kernel,
-    output_kernel,
-)
+from flashsci.backends.triton.kernels.laplacian import jacobian_kernel, laplacian_kernel, output_kernel
 from flashsci.backends.triton.launcher import Launch, device_of
 from flashsci.backends.triton.plans import dense
 from flashsci.call import laplacian_ops
 from flashsci.call.laplacian_tensors import LaplacianTensors
 
-FEW = 64  # keys of one tile
-WAVES = 2  # programs of a multiprocessor, below which the directions are divided among several
+WAVES = 8  # programs of a multiprocessor, below which the directions are divided among several
+# (BLOCK_M, BLOCK_N, warps) for head dims up to the key: the largest tiles that do not spill.
+TILES = {32: (32, 32, 2), 64: (32, 16, 2), 128: (16, 32, 4)}
+SMALL = {64: (16, 16, 1), 128: (16, 16, 2)}
+
+
+def tiles_of(width: int, rows: int, keys: int, vector: int) -> tuple[int, int, int]:
+    """The tile for these sizes; a small one if it saves a quarter of the scores, or loads are of fewer than four numbers."""
+    large, small = (next(tile for most, tile in table.items() if width <= most) for table in (TILES, SMALL))
+    scores = [triton.cdiv(rows, m) * m * triton.cdiv(keys, n) * n for m, n, _ in (large, small)]
+    return small if vector < 4 or 4 * scores[1] <= 3 * scores[0] else large
 
 
 class Sizes(NamedTuple):
@@ -34,6 +39,7 @@ class Sizes(NamedTuple):
     dim: int
     dim_v: int
     directions: int
+    parts: int  # of the directions
     step: int  # directions of a part
     scale: float
 
@@ -62,37 +68,41 @@ class _Call:
         self.shape = *q.shape[:-1], v.shape[-1]
         self.sizes = Sizes(
             batch, heads, heads // heads_k, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], tensors.directions,
-            tensors.directions, scale,
+            1, tensors.directions, scale,
         )  # fmt: skip
         self.device = device_of(q.device)
-        self.blocks = {
-            "BLOCK_N": 32,
-            "BLOCK_D": 32 if q.shape[-1] > 16 else 16,
+        vector = math.gcd(16 // q.element_size(), q.shape[-1], v.shape[-1])
+        block_m, block_n, warps = tiles_of(max(q.shape[-1], v.shape[-1]), q.shape[-2], k.shape[-2], vector)
+        precise = dense.products("default", torch.float32, self.device.capability)
+        self.arguments = {
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_D": 16,
             "BLOCK_V": max(16, triton.next_power_of_2(v.shape[-1])),
-            "VECTOR": math.gcd(16 // q.element_size(), q.shape[-1], v.shape[-1]),
-            "PRECISION": dense.products("default", torch.float32, self.device.capability),
+            "VECTOR": vector,
+            "PRECISION": precise,
+            # 16 bits fit a single TF32 product.
+            "SCORES": "tf32" if precise == "tf32x3" and q.element_size() == 2 else precise,
+            "num_warps": warps,
+            "num_stages": 1,
         }
         self.strides = of_bias, of_mask
 
-    def parts(self) -> tuple[int, int]:
-        """The parts of the directions for the Laplacian, and the directions of each."""
-        programs = self.sizes.batch * self.sizes.heads * triton.cdiv(self.sizes.rows, 16)
-        parts = max(1, min(self.sizes.directions, WAVES * self.device.processors // programs))
-        step = max(1, triton.cdiv(self.sizes.directions, parts))
-        return max(1, triton.cdiv(self.sizes.directions, step)), step
+    def programs(self) -> int:
+        """The tiles of rows of all heads."""
+        return self.sizes.batch * self.sizes.heads * triton.cdiv(self.sizes.rows, self.arguments["BLOCK_M"])
 
-    def launch(self, kernel, parts: int, sizes: Sizes, *tensors: Tensor | None) -> None:
+    def shared(self) -> Sizes:
+        """The sizes with as many parts of the directions as keep the processors busy."""
+        directions = self.sizes.directions
+        parts = max(1, min(directions, WAVES * self.device.processors // self.programs()))
+        step = max(1, triton.cdiv(directions, parts))
+        return self.sizes._replace(parts=max(1, triton.cdiv(directions, step)), step=step)
+
+    def launch(self, kernel, sizes: Sizes, *tensors: Tensor | None) -> None:
         """Launch for each tile of rows, each head and each part of the directions."""
-        rows=16
-        tiles = triton.cdiv(sizes.rows, rows)
-        arguments = self.blocks | {
-            "strides": self.strides,
-            "sizes": sizes,
-            "BLOCK_M": rows,
-            "num_warps": 8 if rows * max(self.blocks["BLOCK_D"], self.blocks["BLOCK_V"]) >= 2048 else 4,
-            "num_stages": 1,
-        }
-        Launch(kernel, parts * sizes.batch * sizes.heads * tiles, arguments)(*tensors)
+        arguments = self.arguments | {"strides": self.strides, "sizes": sizes}
+        Launch(kernel, sizes.parts * self.programs(), arguments)(*tensors)
 
 
 def compute(tensors: LaplacianTensors, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,20 +111,20 @@ def compute(tensors: LaplacianTensors, scale: float) -> tuple[Tensor, Tensor, Te
     if not (tensors.q.numel() and tensors.k.numel() and tensors.v.numel()):
         return out.zero_(), jacobian.zero_(), laplacian.zero_()
     call = _Call(tensors, scale)
-    sizes, like = call.sizes, dict(dtype=torch.float32, device=out.device)
-    precise = torch.empty(call.shape, **like)
-    lse = torch.empty(call.shape[:-1], **like)
-    means = torch.empty((sizes.directions, *lse.shape), **like)
+    sizes, wide = call.sizes, out.new_empty(0, dtype=torch.float32)
+    precise = wide.new_empty(call.shape)
+    lse = wide.new_empty(call.shape[:-1])
+    means = wide.new_empty((sizes.directions, *lse.shape))
     slopes, curvatures = call.rows[:6], call.rows[6:]
-    call.launch(output_kernel, 1, sizes, *slopes[:3], call.bias, call.mask, precise, lse)
-    given = *slopes, call.bias, call.mask, precise, lse, jacobian, means
+    call.launch(output_kernel, sizes, *slopes[:3], call.bias, call.mask, precise, lse)
+    given = *slopes, call.bias, call.mask, precise, lse
     if sizes.directions:
-        call.launch(jacobian_kernel, sizes.directions, sizes, *given)
-    parts, step = call.parts()
-    shares = torch.empty((parts, *call.shape), **like)
-    given = *slopes, *curvatures, call.bias, call.mask, precise, lse, means, shares
-    call.launch(laplacian_kernel, parts, sizes._replace(step=step), *given)
-    return out.copy_(precise), jacobian, torch.sum(shares, 0, dtype=out.dtype) if parts > 1 else shares[0].to(out.dtype)
+        call.launch(jacobian_kernel, sizes._replace(parts=sizes.directions), *given, jacobian, means)
+    sizes = call.shared()
+    shares = wide.new_empty((sizes.parts, *call.shape))
+    given = *slopes, *curvatures, call.bias, call.mask, precise, lse
+    call.launch(laplacian_kernel, sizes, *given, means, shares)
+    return out.copy_(precise), jacobian, laplacian.copy_(shares.sum(0) if sizes.parts > 1 else shares[0])
 
 
 _KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
