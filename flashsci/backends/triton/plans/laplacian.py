@@ -22,10 +22,13 @@ SMALL = {64: (16, 16, 1), 128: (16, 16, 2)}
 
 
 def tiles_of(width: int, rows: int, keys: int, vector: int) -> tuple[int, int, int]:
-    """The tile for these sizes; a small one if it saves a quarter of the scores, or loads are of fewer than four numbers."""
+    """The tile for these sizes. A small one if it saves a quarter of the scores, or if a load is of fewer than four numbers, whose
+    addresses take registers."""
+    if vector < 4:
+        return SMALL[128]
     large, small = (next(tile for most, tile in table.items() if width <= most) for table in (TILES, SMALL))
     scores = [triton.cdiv(rows, m) * m * triton.cdiv(keys, n) * n for m, n, _ in (large, small)]
-    return small if vector < 4 or 4 * scores[1] <= 3 * scores[0] else large
+    return small if 4 * scores[1] <= 3 * scores[0] else large
 
 
 class Sizes(NamedTuple):
