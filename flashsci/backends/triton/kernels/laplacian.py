@@ -219,7 +219,7 @@ def laplacian_kernel(
         change = p * (rate + 2.0 * sizes.scale * pairs)
         mean_rate += tl.sum(change, 1)
         total = tl.dot(change, load_tile(v, j, e, sizes.keys, dim_v), total, input_precision=PRECISION)
-        if lv is not None:
+        if lv is not None:  # noqa: SIM102  known to the compiler, unlike the part
             if part == 0:
                 total = tl.dot(p, load_tile(lv, j, e, sizes.keys, dim_v), total, input_precision=PRECISION)
     inside = (i[:, None] < sizes.rows) & (e[None, :] < dim_v)
