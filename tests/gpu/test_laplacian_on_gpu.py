@@ -66,6 +66,13 @@ def test_slopes_are_centred_by_another_tile(seen, dtype):
     judged(tensors._replace(k_jacobian=tensors.k_jacobian * torch.where(keys < 40, 100.0, 1.0)[:, None].to(dtype)))
 
 
+@DTYPES
+def test_sums_of_one_sign(dtype):
+    """Tensor cores round towards zero: sums over n D numbers of one sign show it."""
+    tensors = on_gpu(Shape(rows=42, keys=42, dim=64, dim_v=64, directions=126), dtype)
+    judged(LaplacianTensors(*(None if x is None else x.abs() for x in tensors)), scale=0.05)
+
+
 def test_strided_and_unaligned_tensors():
     tensors = on_gpu(Shape(dim=32, dim_v=32), torch.float32)
     q = torch.empty(tensors.q.numel() + 1, device="cuda")[1:].view_as(tensors.q).copy_(tensors.q)
