@@ -226,14 +226,15 @@ class DensePlan:
         return self.split(arguments, tiles, tiles_k)
 
     def split(
-        self, arguments: dict, tiles: int, tiles_k: int, shape: tuple[int, ...] | None = None
+        self, arguments: dict, tiles: int, tiles_k: int, shape: tuple[int, ...] | None = None, along: int = 1
     ) -> tuple[int, dict, int]:
-        """The same for tiles that cover a block of the bias, or of another tensor of this shape."""
+        """The same for tiles that cover a block of the bias, or of another tensor of this shape. along: the tiles of
+        each member that are summed."""
         shape = self.bias_shape if shape is None else shape
         own = (1, 1, shape[0]) if self.ragged else (1, 1, 1, *shape[:-2])[-3:]
         full = (*self.lead, self.heads)
         shared = tuple(n // m for n, m in zip(full, own, strict=True))
-        blocks, members = math.prod(own), math.prod(shared)
+        blocks, members = math.prod(own), along * math.prod(shared)
         programs = blocks * tiles * tiles_k
         # Enough splits to fill the device several times over, but each long enough to be worth its fp32 copy of the
         # bias.

@@ -1,7 +1,6 @@
-"""Launches of attention with a gate of pairs, and its raw ops."""
+"""Launches of attention with a gate of pairs."""
 
 import torch
-import triton
 from torch import Tensor
 
 from flashsci.backends.triton import checks
@@ -15,8 +14,7 @@ from flashsci.backends.triton.launcher import Launch
 from flashsci.backends.triton.plans.bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
 from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of, rows_of
 from flashsci.backends.triton.plans.strides import plane_strides, plane_vector, strides4, strides_of
-from flashsci.call import gate_ops
-from flashsci.call.gate_ops import NEED_GATE, Gate, GatedKernels
+from flashsci.call.gate_ops import NEED_GATE, Gate
 from flashsci.call.op_checks import declared, need
 from flashsci.call.ops import (
     NEED_BIAS,
@@ -36,8 +34,7 @@ class GatedLaunches:
 
     def __init__(self, plan: DensePlan, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int):
         self.plan, self.shape = plan, shape
-        strides = plane_strides(shape, stride, False)
-        vector = plane_vector(strides, plan.size_k, itemsize, False)
+        strides, vector = gate_layout(plan, shape, stride, itemsize)
         self.gate = {"gate_strides": strides, "GATE_VECTOR": vector}
         self.launches: dict[tuple, Launch] = {}
 
@@ -75,23 +72,37 @@ class GatedLaunches:
         return self.launches[key]
 
     def pair_sums(self, dout, shape: tuple[int, ...], like, of_gate: bool) -> tuple[Launch, int]:
-        """The launch of sums over the heads and batch members that share a tensor of this shape, one for each pair, and the
-        number of partial sums. like: that tensor."""
+        """The launch of sums of this shape, as `sums_of` has them, and the number of partial sums."""
         key = "sums", of_gate
         if key not in self.launches:
-            p = self.plan
-            tiles, arguments = p.tiled("bias_gradient")
-            programs, arguments, splits = p.split(arguments, tiles, -(-p.size_k // arguments["BLOCK_N"]), shape)
-            contiguous = torch.empty(shape, device="meta").stride()
-            arguments.update(
-                self.gate,
-                dout_strides=strides4(dout.stride()),
-                sums_strides=plane_strides(shape, contiguous, False),
-                SUMS_VECTOR=p.gradient_vector(like),
-                OF_GATE=of_gate,
-            )
+            programs, arguments, splits = sums_of(self.plan, "bias_gradient", shape, like)
+            arguments.update(self.gate, dout_strides=strides4(dout.stride()), OF_GATE=of_gate)
             self.launches[key] = Launch(pair_sums_kernel, programs, arguments), splits
         return self.launches[key]
+
+
+def gate_layout(p: DensePlan, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], int]:
+    """The strides of a gate, or of its tangent, and the elements of one load."""
+    strides = plane_strides(shape, stride, False)
+    return strides, plane_vector(strides, p.size_k, itemsize, False)
+
+
+def sums_of(p: DensePlan, kernel: str, shape: tuple[int, ...], like) -> tuple[int, dict, int]:
+    """Programs, arguments and the number of partial sums of a kernel that sums over the scores that share a number of a
+    tensor of this shape, which has a row for each query or a column for each key. like: a tensor of the sums' dtype."""
+    tiles, arguments = p.tiled(kernel)
+    tiles_k = -(-p.size_k // arguments["BLOCK_N"])
+    rows, columns = shape[-2] == p.size_q, shape[-1] == p.size_k
+    along = 1 if rows and columns else tiles_k if rows else tiles
+    programs, arguments, splits = p.split(arguments, tiles if rows else 1, tiles_k if columns else 1, shape, along)
+    contiguous = torch.empty(shape, device="meta").stride()
+    arguments.update(
+        sums_strides=plane_strides(shape, contiguous, False),
+        SUMS_VECTOR=p.gradient_vector(like) if columns else 1,
+        ROWS=rows,
+        COLUMNS=columns,
+    )
+    return programs, arguments, splits
 
 
 def launches_of(strided: tuple, tensors: Tensors, gate: Tensor, scalars: Scalars) -> GatedLaunches:
@@ -103,7 +114,8 @@ def launches_of(strided: tuple, tensors: Tensors, gate: Tensor, scalars: Scalars
     return plan.launches[key]
 
 
-def _check(tensors: Tensors, gate: Tensor) -> None:
+def check_gate(tensors: Tensors, gate: Tensor) -> None:
+    """Check the gate beside tensors that fit."""
     need(tensors.cu_seqlens_q is None, "packed calls take no pair_gate")
     need(tensors.mask_tiles is None, "gated calls take a mask without a table of its tiles")
     full = (*tensors.q.shape[:-1], tensors.k.shape[-2])
@@ -115,7 +127,7 @@ def _check(tensors: Tensors, gate: Tensor) -> None:
 def forward(tensors: Tensors, gate: Tensor, scalars: Scalars) -> tuple[Tensor, Tensor]:
     """out, lse."""
     tensors = checks.checked(tensors, scalars)
-    _check(tensors, gate)
+    check_gate(tensors, gate)
     q, _, v = tensors[:3]
     out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -130,7 +142,7 @@ def backward(dout, dlse, saved: Saved, gate: Tensor, wanted: int) -> tuple[Tenso
     """dq, dk, dv, dbias, dkey_weight, dpair_gate; those that `wanted` does not name are empty."""
     tensors, out, lse, scalars = saved
     tensors = checks.checked(tensors, scalars, (), (out, dout), (lse, dlse))
-    _check(tensors, gate)
+    check_gate(tensors, gate)
     q, k, v, bias, weight = tensors[:5]
     dq, dk, dv = (
         empty_like_layout(x, x.shape) if wanted & bit else None for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
@@ -171,22 +183,23 @@ def backward(dout, dlse, saved: Saved, gate: Tensor, wanted: int) -> tuple[Tenso
 
 
 def gate_gradient(gates: GatedLaunches, gate: Tensor, common: tuple) -> Tensor:
-    """The gradient of the gate: sums for each pair, in fp32 where they are added further, then over the rows or columns of
-    the scores that share a number of the gate."""
-    p = gates.plan
-    shape = (*gate.shape[:-2], p.size_q, p.size_k)
-    whole = shape == tuple(gate.shape)
-    like = gate if whole else torch.empty(0, dtype=torch.float32)
+    """The gradient of the gate, by a kernel of its own."""
+    shape, like = room_of(gates.plan, gate)
     run, splits = gates.pair_sums(common[2], shape, like, True)
-    dtype = gate.dtype if whole and splits == 1 else torch.float32
-    sums = gate.new_empty((splits, *shape), dtype=dtype)
+    sums = sums_for(gate, shape, splits)
     run(*common, sums)
-    found = sums[0] if splits == 1 else sums.sum(0)
-    return reduce_to(found, gate)
+    return reduce_to(sums[0] if splits == 1 else sums.sum(0), gate)
 
 
-OPS = gate_ops.define(
-    "triton",
-    GatedKernels(forward, backward),
-    ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",),
-)
+def room_of(p: DensePlan, gate: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """The shape in which a kernel sums the gradient of a gate, and a tensor of the dtype: one number for all scores of a head is a sum
+    for each query first."""
+    rows = p.size_q if gate.shape[-1] == 1 else gate.shape[-2]
+    shape = (*gate.shape[:-2], rows, gate.shape[-1])
+    return shape, gate if shape == tuple(gate.shape) else torch.empty(0, dtype=torch.float32)
+
+
+def sums_for(gate: Tensor, shape: tuple[int, ...], splits: int) -> Tensor:
+    """Memory for these sums: in fp32 where they are added further."""
+    whole = splits == 1 and shape == tuple(gate.shape)
+    return gate.new_empty((splits, *shape), dtype=gate.dtype if whole else torch.float32)
