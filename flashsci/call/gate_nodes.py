@@ -88,7 +88,15 @@ def _batched(*tensors: Tensor | None) -> bool:
 
 
 def _along(
-    name: str, tangents: GatedTangents, tdout: Any, tdlse: Any, dout: Any, dlse: Any, saved: Saved, gate: Tensor, need: int
+    name: str,
+    tangents: GatedTangents,
+    tdout: Any,
+    tdlse: Any,
+    dout: Any,
+    dlse: Any,
+    saved: Saved,
+    gate: Tensor,
+    need: int,
 ) -> _Gradients:
     """The tangent of the backward's results along those of the leaves, and of dout and dlse, in which it is linear."""
     first = _double_backward(name, tangents, dout, dlse, saved, gate, need)[:_LEAVES]
@@ -265,6 +273,7 @@ class DoubleBackward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         *tangents, dout, dlse = ctx.saved_tensors[: _LEAVES + 2]
         saved, gate = grouped((*ctx.saved_tensors[_LEAVES + 2 :], *ctx.scalars))
+        wanted = ctx.needs_input_grad[1:]
         needed = [bool(ctx.need >> i & 1) for i in range(_LEAVES + 2)]
 
         def compute(*given: Any) -> list[Tensor]:
@@ -273,7 +282,6 @@ class DoubleBackward(torch.autograd.Function):
             found = _second_by_reference(call, leaves[-1], needed, cotangents, along)
             return [saved.lse.new_zeros(()) if x is None else x for x in found]
 
-        wanted = ctx.needs_input_grad[1:]
         at = _LEAVES + 2
         given = (*tangents, dout, dlse, *saved.tensors.leaves, gate)
         found = recompute.gradients(compute, given, (*wanted[:at], *_leaves(wanted[at:])), cotangents)
@@ -317,7 +325,9 @@ class EagerForward(torch.autograd.Function):
         return (None, None, dsink, *_in_order(found))
 
 
-def _through_sink(ctx: Any, sink: Tensor, given: list[Any], wanted: Sequence[bool], cotangents: Sequence[Any]) -> list[Any]:
+def _through_sink(
+    ctx: Any, sink: Tensor, given: list[Any], wanted: Sequence[bool], cotangents: Sequence[Any]
+) -> list[Any]:
     """Gradients of the sink and of the leaves, with graphs of their own."""
     tensors, gate = Tensors(*given[:-1]), given[-1]
 

@@ -15,7 +15,8 @@ FEATURES = ("", "bias", "causal, dropout")
 def report(architecture: int, ops: dict, launched: list):
     import torch
 
-    from flashsci.backends.triton.plans import gated
+    from flashsci.backends.triton.plans import gated, gated_second_order
+    from flashsci.call.gate_ops import GatedTangents
     from flashsci.call.ops import Saved, Scalars, Tensors
 
     for dtype, dim, feature in itertools.product((torch.bfloat16, torch.float32), (32, 64, 128), FEATURES):
@@ -27,8 +28,11 @@ def report(architecture: int, ops: dict, launched: list):
         tensors = Tensors(q, k, k, bias, dropout_seed=seed)
         gate = torch.zeros(1, 4, 200, 300, dtype=dtype)
         out, lse = torch.zeros_like(q), torch.zeros(q.shape[:-1])
+        saved, along = Saved(tensors, out, lse, scalars), GatedTangents(q, k, k, bias, None, gate)
         gated.forward(tensors, gate, scalars)
-        gated.backward(out, None, Saved(tensors, out, lse, scalars), gate, 63)
+        gated.backward(out, None, saved, gate, 63)
+        gated_second_order.jvp(along, saved, gate)
+        gated_second_order.double_backward(along, out, None, saved, gate, 255)
         for entry, _ in compiled(launched, architecture, f"{dtype} {dim} {feature}"):
             yield entry
 
@@ -40,7 +44,8 @@ def test_compiles(architecture):
     found = report_of(__file__, architecture)
     kernels = {entry["kernel"] for entry in found}
     assert kernels == {
-        "gated_forward_kernel", "gated_dq_kernel", "gated_dkdv_kernel", "pair_sums_kernel", "delta_kernel"
+        "gated_forward_kernel", "gated_dq_kernel", "gated_dkdv_kernel", "pair_sums_kernel", "delta_kernel", "gated_jvp_kernel",
+        "gated_double_backward_queries_kernel", "gated_double_backward_keys_kernel", "second_order_pair_sums_kernel",
     }  # fmt: skip
     check(found, architecture)
 

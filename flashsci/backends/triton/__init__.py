@@ -58,9 +58,7 @@ double_backward = ops.define("triton", "double_backward", checks.double_backward
 #: The functions of calls with a gate of pairs.
 gated_calls = gate_ops.define(
     "triton",
-    gate_ops.GatedKernels(
-        gated.forward, gated.backward, gated_second_order.jvp, gated_second_order.double_backward
-    ),
+    gate_ops.GatedKernels(gated.forward, gated.backward, gated_second_order.jvp, gated_second_order.double_backward),
     _KEYS,
 )
 
@@ -118,7 +116,7 @@ def rejects(problem: Problem) -> str | None:
             f"sm_{problem.capability[0]}{problem.capability[1]} has no bfloat16 instructions (sm_80 and newer have); "
             "use float16 or float32"
         )
-    if problem.alibi_further or (problem.alibi_grad and problem.sink):
+    if problem.alibi_further or (problem.alibi_grad and (problem.sink or "pair_gate" in problem.given)):
         return derivatives.lacks("triton", "alibi_slopes")
     if problem.sink and problem.key_weight_grad:
         return "key weights beside a sink have no gradient here, where a row's may all be zero"

@@ -116,9 +116,11 @@ def pair_sums_kernel(
     own_j = tile_k * BLOCK_N
     first = split * sharing.members_per_split
     last = tl.minimum(first + sharing.members_per_split, sharing.members)
+    hidden = False
     if ROWS and COLUMNS:
-        if unseen(own_i, own_j, span, mod, BLOCK_M, BLOCK_N, F.WINDOW):  # its gradient is zero
-            last = first
+        hidden = unseen(own_i, own_j, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
+    if hidden:  # its gradient is zero
+        last = first
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for n in tl.range(first, last):
         m, i0, j0 = pair_step(n, own_i, own_j, shared, BLOCK_M, BLOCK_N, ROWS, COLUMNS)

@@ -109,9 +109,11 @@ def second_order_pair_sums_kernel(
     own_j = tile_k * BLOCK_N
     first = split * sharing.members_per_split
     last = tl.minimum(first + sharing.members_per_split, sharing.members)
+    hidden = False
     if ROWS and COLUMNS:
-        if unseen(own_i, own_j, span, mod, BLOCK_M, BLOCK_N, F.WINDOW):  # its gradient is zero
-            last = first
+        hidden = unseen(own_i, own_j, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
+    if hidden:  # its gradient is zero
+        last = first
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for n in tl.range(first, last):
         m, i0, j0 = pair_step(n, own_i, own_j, shared, BLOCK_M, BLOCK_N, ROWS, COLUMNS)
@@ -161,9 +163,7 @@ def second_order_pair_sums_kernel(
         u = times(dp, factor) - row_delta[:, None]
         y = times_tangent(dp, tdp, factor, tfactor) - row_zeta[:, None]
         bend = softcap_bend(products, s, slope, mod, F)
-        w, f, _e_raw, _f_raw, _g = second_order(
-            p, bare, t, raw_t, tweights, u, y, row_mean, slope, bend, F, False
-        )
+        w, f, _e_raw, _f_raw, _g = second_order(p, bare, t, raw_t, tweights, u, y, row_mean, slope, bend, F, False)
         if OF_GATE:
             total += w * dp + p * tdp
         else:

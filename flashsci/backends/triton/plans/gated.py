@@ -81,7 +81,9 @@ class GatedLaunches:
         return self.launches[key]
 
 
-def gate_layout(p: DensePlan, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], int]:
+def gate_layout(
+    p: DensePlan, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int
+) -> tuple[tuple[int, ...], int]:
     """The strides of a gate, or of its tangent, and the elements of one load."""
     strides = plane_strides(shape, stride, False)
     return strides, plane_vector(strides, p.size_k, itemsize, False)

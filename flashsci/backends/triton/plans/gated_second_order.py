@@ -19,7 +19,17 @@ from flashsci.backends.triton.plans.second_order import SecondOrderLaunches, inn
 from flashsci.backends.triton.plans.strides import NO_STRIDES
 from flashsci.call.gate_ops import NEED_GATE, NEED_GATED_DLSE, NEED_GATED_DOUT, GatedTangents
 from flashsci.call.op_checks import same
-from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_KEY_WEIGHT, NEED_Q, NEED_V, Saved, Scalars, Tensors, empty_like_layout
+from flashsci.call.ops import (
+    NEED_BIAS,
+    NEED_K,
+    NEED_KEY_WEIGHT,
+    NEED_Q,
+    NEED_V,
+    Saved,
+    Scalars,
+    Tensors,
+    empty_like_layout,
+)
 
 
 class GatedSecondOrderLaunches(SecondOrderLaunches):
