@@ -101,9 +101,6 @@ class DensePlan:
         elif self.varlen:
             self.lengths = tuple(3 * size // (2 * max(sequences, 1)) for size in self.lengths)
 
-        vector = 16 // dtype.itemsize
-        steps = (self.head_dim, self.head_dim_v, *(s for stride in strides for s in stride[:-1]))
-        vector = vector if all(s % vector == 0 for s in steps) else 1
         precise = products(precision, dtype, device.capability)
         dims = self.head_dim, self.head_dim_v
         dense = not (self.varlen or self.empty)
@@ -112,7 +109,14 @@ class DensePlan:
             # Triton 3.6 makes wrong code of these together with TF32 products (sm_90): P of some keys is lost or
             # misplaced.
             precise = "ieee" if dtype == torch.float32 else precise
-        kind = vector > 1, precise != "tf32x3"
+        self.vector = self.row_vector((*q_shape[-1:], *v_shape[-1:]), strides)
+        # Heads this wide have tiles of fewer than 64 rows in fp32: no wgmma, which the rules for unaligned rows are for.
+        few_rows = dtype == torch.float32 and max(dims) > 128
+        of_k = of_v = self.vector
+        if few_rows:  # q, k, v, dout, out, tq, tk, tv
+            of_k = self.row_vector(dims[:1], (*strides[:2], *strides[5:7]))
+            of_v = self.row_vector(dims[1:], (*strides[2:5], *strides[7:]))
+        kind = few_rows or self.vector > 1, precise != "tf32x3"
         d0, d1 = tilings.head_chunks(dims[0], *kind, dims[1])
         v0, v1 = tilings.head_chunks(dims[1], *kind, dims[0])
         self.strides = tuple(strides4(stride) for stride in strides)
@@ -166,11 +170,17 @@ class DensePlan:
                 BIAS=bias_kind, BIAS_VECTOR=bias_vector, RAGGED=ragged, MASK=mask_kind, MASK_VECTOR=mask_vector,
                 CAPS_BIAS=caps_bias and softcap > 0.0 and (bias is not None or alibi is not None), TILES=self.tiles,
             ),
-            "D": Chunks(d0, d1, d0 + d1 != self.head_dim, vector),
-            "V": Chunks(v0, v1, v0 + v1 != self.head_dim_v, vector),
+            "D": Chunks(d0, d1, d0 + d1 != self.head_dim, of_k),
+            "V": Chunks(v0, v1, v0 + v1 != self.head_dim_v, of_v),
             "FOLD": bias is None and weight is None and alibi is None and softcap == 0.0 and scale > 0.0,
             "PRECISION": precise,
         }  # fmt: skip
+
+    def row_vector(self, dims: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> int:
+        """The elements of one load of rows of these head dims and strides: 16 bytes, where all are multiples of it."""
+        vector = 16 // self.dtype.itemsize
+        steps = (*dims, *(s for stride in strides for s in stride[:-1]))
+        return vector if all(s % vector == 0 for s in steps) else 1
 
     def tiled(self, kernel: str) -> tuple[int, dict]:
         """Query (of BY_KEYS: key) tiles of a head, and the arguments with the tile sizes."""

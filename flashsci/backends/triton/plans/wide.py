@@ -49,7 +49,7 @@ class Wide:
         rows, columns = (p.size_k if of_keys else p.size_q), out.shape[-1]
         depth = a.shape[-1] if kind == SCORES else p.size_q if of_keys else p.size_k
         heads = p.heads_k if of_keys else p.heads
-        vector = p.arguments["D"].VECTOR
+        vector = p.vector
         m, n, k, warps, stages = tilings.product_config(p.device.capability, kind == SCORES, rows, depth, vector > 1)
         tiles_m, tiles_n = -(-rows // m), -(-columns // n)
         turned_a, turned_b = of_keys, kind == SCORES
