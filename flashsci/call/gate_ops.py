@@ -49,6 +49,11 @@ class GatedTangents(NamedTuple):
 NEED_GATE, NEED_GATED_DOUT, NEED_GATED_DLSE = (1 << (len(Tangents._fields) + i) for i in range(3))
 
 
+def without_gate(need: int) -> int:
+    """The bits of a double backward as those of a call without a gate."""
+    return need & (NEED_GATE - 1) | (need & ~(2 * NEED_GATE - 1)) >> 1
+
+
 class GatedKernels(NamedTuple):
     """The gated functions of a backend."""
 
@@ -89,8 +94,7 @@ def empty_gradients(tensors: Tensors, gate: Tensor, need: int) -> tuple[Tensor, 
 
 def _empty_double_backward(saved: Saved, gate: Tensor, need: int) -> tuple[Tensor, ...]:
     """Empty tensors for the gradients of the gradients."""
-    without = need & (NEED_GATE - 1) | (need & ~(2 * NEED_GATE - 1)) >> 1  # the bits of a call without a gate
-    *_, gout, glse = fake_double_backward(saved.tensors, without)
+    *_, gout, glse = fake_double_backward(saved.tensors, without_gate(need))
     return *empty_gradients(saved.tensors, gate, need), gout, glse
 
 

@@ -226,7 +226,7 @@ def test_named(name):
 WIDE = {
     name: replace(x, variant=replace(x.variant, dtype="float32", head_dim=130, head_dim_v=24))
     for name, x in CASES.items()
-    if not (x.variant.varlen or x.variant.gate)
+    if not x.variant.varlen
 }
 
 
@@ -244,7 +244,7 @@ def test_wide_heads(name, monkeypatch):
     judge = Judge(make_inputs(WIDE[name]))
     with poisoned_memory():
         judge.require(evaluate(judge.inputs, "triton"))
-    assert len(set(served)) == 4 or name in ("no keys", "no queries")
+    assert len(set(served)) == 4 or name.endswith(("no keys", "no queries"))
 
 
 @pytest.mark.parametrize("part", quick_first(range(6), {0}))

@@ -4,7 +4,7 @@ Maths     as in tangents.py, with g R in the place of R, and the tangent of that
           tO = sum_j R ((g W + tg P) V + g P tV);   U = g R (dO V^T) - delta;   Y = R (g dO tV^T + tg dO V^T) - zeta
           gV = R (g W + tg P)^T dO;                 gG = R (W dO V^T + P dO tV^T), summed over the scores that share a number of g
 Grid      as in jvp.py, double_backward_queries.py and double_backward_keys.py; that of the sums as in gated.py
-Tiles     as there; the tiles of g and tg stream. gG has a kernel of its own: 6 products a tile
+Tiles     as there; the tiles of g and tg stream. gG has a kernel of its own: 5 products a tile
 Limits    as there
 """
 

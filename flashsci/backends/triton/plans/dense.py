@@ -182,8 +182,9 @@ class DensePlan:
         steps = (*dims, *(s for stride in strides for s in stride[:-1]))
         return vector if all(s % vector == 0 for s in steps) else 1
 
-    def tiled(self, kernel: str) -> tuple[int, dict]:
-        """Query (of BY_KEYS: key) tiles of a head, and the arguments with the tile sizes."""
+    def tiled(self, kernel: str, gated: bool = False) -> tuple[int, dict]:
+        """Query (of BY_KEYS: key) tiles of a head, and the arguments with the tile sizes. gated: tiles of a gate stream, as those
+        of a bias do."""
         block_m, block_n, warps, stages, *registers = tilings.config(
             kernel,
             self.device.capability,
@@ -191,7 +192,7 @@ class DensePlan:
             self.precision,
             self.head_dim,
             self.head_dim_v,
-            self.bias_mask or bool(self.tiles),
+            self.bias_mask or bool(self.tiles) or gated,
             *self.lengths,
         )
         if self.tiles and max(block_m, block_n) > TILE:  # a step is a tile of the table, or a part of it
@@ -204,9 +205,9 @@ class DensePlan:
             arguments["maxnreg"] = registers[0]
         return tiles, arguments
 
-    def scheduled(self, kernel: str) -> tuple[int, dict]:
+    def scheduled(self, kernel: str, gated: bool = False) -> tuple[int, dict]:
         """Programs that cover the tiles of all heads once, and their arguments."""
-        tiles, arguments = self.tiled(kernel)
+        tiles, arguments = self.tiled(kernel, gated)
         by_keys = kernel in tilings.BY_KEYS
         heads = self.batch * (self.heads_k if by_keys else self.heads)
         # Without a window all tiles take the same time: one head after the other. Otherwise the longest come first,

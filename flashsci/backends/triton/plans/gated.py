@@ -10,10 +10,12 @@ from flashsci.backends.triton.kernels.gated import (
     gated_forward_kernel,
     pair_sums_kernel,
 )
+from flashsci.backends.triton.kernels.gated_wide import gated_wide_backward_kernel, gated_wide_forward_kernel
 from flashsci.backends.triton.launcher import Launch
 from flashsci.backends.triton.plans.bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
 from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of, rows_of
 from flashsci.backends.triton.plans.strides import plane_strides, plane_vector, strides4, strides_of
+from flashsci.backends.triton.plans.wide import Wide
 from flashsci.call.gate_ops import NEED_GATE, Gate
 from flashsci.call.op_checks import declared, need
 from flashsci.call.ops import (
@@ -29,6 +31,19 @@ from flashsci.call.ops import (
 )
 
 
+class GatedWide(Wide):
+    """The launches for wide heads, whose scores are held in memory, of one layout of the gate."""
+
+    forward_kernel, backward_kernel = gated_wide_forward_kernel, gated_wide_backward_kernel
+
+    def __init__(self, plan: DensePlan, gate: dict):
+        super().__init__(plan)
+        self.gate = gate
+
+    def of_scores(self, kernel, narrower: int = 1, **more) -> Launch:
+        return super().of_scores(kernel, narrower, **self.gate, **more)
+
+
 class GatedLaunches:
     """The launches of one plan for one layout of the gate."""
 
@@ -37,11 +52,12 @@ class GatedLaunches:
         strides, vector = gate_layout(plan, shape, stride, itemsize)
         self.gate = {"gate_strides": strides, "GATE_VECTOR": vector}
         self.launches: dict[tuple, Launch] = {}
+        self.wide = None if plan.wide is None else GatedWide(plan, self.gate)
 
     def forward(self, out) -> Launch:
         key = "forward", out.stride()
         if key not in self.launches:
-            programs, arguments = self.plan.scheduled("forward")
+            programs, arguments = self.plan.scheduled("forward", True)
             arguments.update(self.gate, out_strides=strides4(out.stride()))
             self.launches[key] = Launch(gated_forward_kernel, programs, arguments)
         return self.launches[key]
@@ -49,7 +65,7 @@ class GatedLaunches:
     def dq(self, dout, dq, use: int, dbias) -> Launch:
         key = "dq", dq is None, use
         if key not in self.launches:
-            programs, arguments = self.plan.scheduled("dq")
+            programs, arguments = self.plan.scheduled("dq", True)
             arguments.update(
                 self.gate,
                 dout_strides=strides4(dout.stride()),
@@ -64,7 +80,7 @@ class GatedLaunches:
     def dkdv(self, dout, dk, dv, column_sums: bool) -> Launch:
         key = "dkdv", dk is None, dv is None, column_sums
         if key not in self.launches:
-            programs, arguments = self.plan.scheduled("dkdv")
+            programs, arguments = self.plan.scheduled("dkdv", True)
             arguments.update(
                 self.gate, dout_strides=strides4(dout.stride()), dk_strides=strides_of(dk), dv_strides=strides_of(dv)
             )
@@ -92,7 +108,7 @@ def gate_layout(
 def sums_of(p: DensePlan, kernel: str, shape: tuple[int, ...], like) -> tuple[int, dict, int]:
     """Programs, arguments and the number of partial sums of a kernel that sums over the scores that share a number of a
     tensor of this shape, which has a row for each query or a column for each key. like: a tensor of the sums' dtype."""
-    tiles, arguments = p.tiled(kernel)
+    tiles, arguments = p.tiled(kernel, True)
     tiles_k = -(-p.size_k // arguments["BLOCK_N"])
     rows, columns = shape[-2] == p.size_q, shape[-1] == p.size_k
     along = 1 if rows and columns else tiles_k if rows else tiles
@@ -136,7 +152,10 @@ def forward(tensors: Tensors, gate: Tensor, scalars: Scalars) -> tuple[Tensor, T
     second = launches_of(tensors[:3], tensors, gate, scalars)
     if second.plan.empty:
         return out.zero_(), lse.fill_(float("-inf"))
-    second.forward(out)(tuple(tensors), gate, out, lse)
+    if second.wide is not None:
+        second.wide.forward(tuple(tensors), out, lse, (gate,))
+    else:
+        second.forward(out)(tuple(tensors), gate, out, lse)
     return out, lse
 
 
@@ -161,6 +180,12 @@ def backward(dout, dlse, saved: Saved, gate: Tensor, wanted: int) -> tuple[Tenso
         dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format) if need_bias else None
         dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
         dgate = gate.new_zeros(gate.shape) if wanted & NEED_GATE else None
+    elif gates.wide is not None:
+        terms = gates.wide.scores(q) if wanted & NEED_GATE else None
+        dbias, dweight = gates.wide.backward(
+            dout, dlse, inputs, out, lse, (dq, dk, dv), wanted, (gate,), (terms,)
+        )
+        dgate = None if terms is None else reduce_to(terms.view(p.score_shape), gate)
     else:
         use, dbias, sums, shared = bias_route(p, bias, lse) if need_bias else NO_ROUTE
         weight_sums = p.weight_sums(q) if need_weight else None

@@ -11,13 +11,14 @@ from flashsci.backends.triton.kernels.gated_second_order import (
     gated_jvp_kernel,
     second_order_pair_sums_kernel,
 )
+from flashsci.backends.triton.kernels.gated_wide import gated_wide_double_backward_kernel
 from flashsci.backends.triton.launcher import Launch
 from flashsci.backends.triton.plans.bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
 from flashsci.backends.triton.plans.dense import DensePlan, options_of
 from flashsci.backends.triton.plans.gated import check_gate, gate_layout, room_of, sums_for, sums_of
 from flashsci.backends.triton.plans.second_order import SecondOrderLaunches, inner, plan_along
 from flashsci.backends.triton.plans.strides import NO_STRIDES
-from flashsci.call.gate_ops import NEED_GATE, NEED_GATED_DLSE, NEED_GATED_DOUT, GatedTangents
+from flashsci.call.gate_ops import NEED_GATE, NEED_GATED_DLSE, NEED_GATED_DOUT, GatedTangents, without_gate
 from flashsci.call.op_checks import same
 from flashsci.call.ops import (
     NEED_BIAS,
@@ -38,6 +39,8 @@ class GatedSecondOrderLaunches(SecondOrderLaunches):
     jvp_kernel = gated_jvp_kernel
     queries_kernel = gated_double_backward_queries_kernel
     keys_kernel = gated_double_backward_keys_kernel
+    wide_kernel = gated_wide_double_backward_kernel
+    gated = True
 
     def __init__(self, plan: DensePlan, of_bias, of_weight, gate: tuple, tgate: tuple | None):
         super().__init__(plan, of_bias, of_weight)
@@ -92,6 +95,9 @@ def jvp(tangents: GatedTangents, saved: Saved, gate: Tensor) -> tuple[Tensor, Te
         return tout.zero_(), mean.zero_()
     inputs, along = tuple(tensors), (tq, tk, tv, tbias, tweight)
     second = launches_of(inputs, along, gate, tgate, None, out, scalars)
+    if second.plan.wide is not None:
+        second.plan.wide.tangents(second.wide(), along, inputs, lse, tout, mean, (gate, tgate), (None,))
+        return tout, mean
     second.jvp(tout)(inputs, along, gate, tgate, out, lse, None, None, tout, mean, None, None)
     return tout, mean
 
@@ -123,6 +129,14 @@ def double_backward(tangents: GatedTangents, dout, dlse, saved: Saved, gate: Ten
     inputs, along = tuple(tensors), (tq, tk, tv, tbias, tweight)
     second = launches_of(inputs, along, gate, tgate, dout, out, scalars)
     p = second.plan
+    if p.wide is not None:
+        terms = p.wide.scores(q) if wanted & NEED_GATE else None
+        rows = gq, gk, gv, tout if wanted & NEED_GATED_DOUT else None
+        gbias, gweight = p.wide.double_backward(
+            second.wide(), along, dout, dlse, inputs, out, lse, rows, mean, without_gate(wanted), (gate, tgate), (terms,)
+        )
+        ggate = None if terms is None else reduce_to(terms.view(p.score_shape), gate)
+        return _results(tensors, gate, lse, (*rows[:3], gbias, gweight, ggate, tout, mean), wanted)
     use, gbias, sums, shared = bias_route(p, bias, lse) if need_bias else NO_ROUTE
     weight_sums = p.weight_sums(q) if need_weight else None
     delta, zeta = torch.empty_like(lse), torch.empty_like(lse)

@@ -52,6 +52,8 @@ class SecondOrderLaunches:
     """The launches of one plan for one layout of the tangents of bias and key weights."""
 
     jvp_kernel, queries_kernel, keys_kernel = jvp_kernel, double_backward_queries_kernel, double_backward_keys_kernel
+    wide_kernel = wide_double_backward_kernel
+    gated = False  # whether tiles of a gate stream
 
     def __init__(self, plan: DensePlan, tbias, tweight):
         self.plan = plan
@@ -75,7 +77,7 @@ class SecondOrderLaunches:
 
     def jvp(self, tout) -> Launch:
         if "jvp" not in self.launches:
-            programs, arguments = self.plan.scheduled("jvp")
+            programs, arguments = self.plan.scheduled("jvp", self.gated)
             arguments.update(self.tangents, out_strides=self.out_strides, tout_strides=strides_of(tout))
             if self.weighted:  # Triton 3.6 cannot compile some of these for one warp
                 arguments["num_warps"] = max(2, arguments["num_warps"])
@@ -85,7 +87,7 @@ class SecondOrderLaunches:
     def queries(self, gq, use: int, gbias) -> Launch:
         key = "queries", gq is None, use
         if key not in self.launches:
-            programs, arguments = self.plan.scheduled("double_backward_queries")
+            programs, arguments = self.plan.scheduled("double_backward_queries", self.gated)
             arguments.update(
                 self.tangents,
                 gq_strides=strides_of(gq),
@@ -99,7 +101,7 @@ class SecondOrderLaunches:
     def keys(self, gk, gv, column_sums: bool) -> Launch:
         key = "keys", gk is None, gv is None, column_sums
         if key not in self.launches:
-            programs, arguments = self.plan.scheduled("double_backward_keys")
+            programs, arguments = self.plan.scheduled("double_backward_keys", self.gated)
             arguments.update(self.tangents, gk_strides=strides_of(gk), gv_strides=strides_of(gv))
             self.launches[key] = Launch(self.keys_kernel, programs, arguments)
         return self.launches[key]
@@ -127,7 +129,7 @@ class SecondOrderLaunches:
         """The launch between products of wide heads, for Wide (wide.py)."""
         if "wide" not in self.launches:
             tangents = {name: x for name, x in self.tangents.items() if name != "dout_strides"}
-            self.launches["wide"] = self.plan.wide.of_scores(wide_double_backward_kernel, 2, **tangents)
+            self.launches["wide"] = self.plan.wide.of_scores(self.wide_kernel, 2, **tangents)
         return self.launches["wide"]
 
     def bias(self, gbias) -> tuple[Launch, int]:
