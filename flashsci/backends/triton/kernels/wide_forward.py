@@ -23,9 +23,7 @@ def wide_forward_kernel(
 ):  # fmt: skip
     """p: q k^T on the way in, P on the way out."""
     i0, at, span, first = score_rows(tl.program_id(0), tiles, sizes, mod, BLOCK_M)
-    forward_rows_of(
-        inputs, None, p, lse, i0, at, span, first, strides, sizes, mod, F, VECTOR, BLOCK_M, BLOCK_N, 0
-    )
+    forward_rows_of(inputs, None, p, lse, i0, at, span, first, strides, sizes, mod, F, VECTOR, BLOCK_M, BLOCK_N, 0)
 
 
 @triton.jit

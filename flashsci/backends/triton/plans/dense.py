@@ -113,12 +113,12 @@ class DensePlan:
         # Heads this wide have tiles of fewer than 64 rows in fp32: no wgmma, which the rules for unaligned rows are for.
         few_rows = dtype == torch.float32 and max(dims) > 128
         of_k = of_v = self.vector
-        if few_rows:  # q, k, v, dout, out, tq, tk, tv
+        if few_rows or max(dims) > 256:  # where nothing is loaded ahead; q, k, v, dout, out, tq, tk, tv
             of_k = self.row_vector(dims[:1], (*strides[:2], *strides[5:7]))
             of_v = self.row_vector(dims[1:], (*strides[2:5], *strides[7:]))
-        kind = few_rows or self.vector > 1, precise != "tf32x3"
-        d0, d1 = tilings.head_chunks(dims[0], *kind, dims[1])
-        v0, v1 = tilings.head_chunks(dims[1], *kind, dims[0])
+        deep = precise != "tf32x3"
+        d0, d1 = tilings.head_chunks(dims[0], few_rows or of_k > 1, deep, dims[1])
+        v0, v1 = tilings.head_chunks(dims[1], few_rows or of_v > 1, deep, dims[0])
         self.strides = tuple(strides4(stride) for stride in strides)
 
         self.ragged = ragged

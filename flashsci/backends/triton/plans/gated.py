@@ -182,9 +182,7 @@ def backward(dout, dlse, saved: Saved, gate: Tensor, wanted: int) -> tuple[Tenso
         dgate = gate.new_zeros(gate.shape) if wanted & NEED_GATE else None
     elif gates.wide is not None:
         terms = gates.wide.scores(q) if wanted & NEED_GATE else None
-        dbias, dweight = gates.wide.backward(
-            dout, dlse, inputs, out, lse, (dq, dk, dv), wanted, (gate,), (terms,)
-        )
+        dbias, dweight = gates.wide.backward(dout, dlse, inputs, out, lse, (dq, dk, dv), wanted, (gate,), (terms,))
         dgate = None if terms is None else reduce_to(terms.view(p.score_shape), gate)
     else:
         use, dbias, sums, shared = bias_route(p, bias, lse) if need_bias else NO_ROUTE

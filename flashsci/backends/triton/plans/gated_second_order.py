@@ -133,7 +133,18 @@ def double_backward(tangents: GatedTangents, dout, dlse, saved: Saved, gate: Ten
         terms = p.wide.scores(q) if wanted & NEED_GATE else None
         rows = gq, gk, gv, tout if wanted & NEED_GATED_DOUT else None
         gbias, gweight = p.wide.double_backward(
-            second.wide(), along, dout, dlse, inputs, out, lse, rows, mean, without_gate(wanted), (gate, tgate), (terms,)
+            second.wide(),
+            along,
+            dout,
+            dlse,
+            inputs,
+            out,
+            lse,
+            rows,
+            mean,
+            without_gate(wanted),
+            (gate, tgate),
+            (terms,),
         )
         ggate = None if terms is None else reduce_to(terms.view(p.score_shape), gate)
         return _results(tensors, gate, lse, (*rows[:3], gbias, gweight, ggate, tout, mean), wanted)

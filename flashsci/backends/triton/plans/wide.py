@@ -102,9 +102,7 @@ class Wide:
         self.between(self.forward_kernel)(tensors, *gate, scores, lse)
         self.product(QUERIES, out, scores, v)
 
-    def backward(
-        self, dout, dlse, tensors, out, lse, results, need: int, gate: tuple = (), pairs: tuple = ()
-    ) -> tuple:
+    def backward(self, dout, dlse, tensors, out, lse, results, need: int, gate: tuple = (), pairs: tuple = ()) -> tuple:
         """Fill dq, dk, dv in `results`, each of which may be None; return dbias and dweight, None where `need` does
         not name them."""
         q, k, v, bias, weight = tensors[:5]
@@ -123,15 +121,25 @@ class Wide:
             self.product(KEYS, dv, kept, dout)
         return self.sums(room, ds, bias, weight, need)
 
-    def tangents(
-        self, run: Launch, tangents, tensors, lse, tout, mean, gate: tuple = (), pairs: tuple = ()
-    ) -> None:
+    def tangents(self, run: Launch, tangents, tensors, lse, tout, mean, gate: tuple = (), pairs: tuple = ()) -> None:
         """Fill tout, mean: tangents of out and lse. run: as from SecondOrder.wide."""
         w, _, _, kept = self._moved(run, tangents, tensors, lse, mean, NEED_DOUT, gate=gate, pairs=pairs)
         self._tangent_of_out(tout, w, kept, tensors, tangents)
 
     def double_backward(
-        self, run: Launch, tangents, dout, dlse, tensors, out, lse, results, mean, need: int, gate: tuple = (), pairs: tuple = ()
+        self,
+        run: Launch,
+        tangents,
+        dout,
+        dlse,
+        tensors,
+        out,
+        lse,
+        results,
+        mean,
+        need: int,
+        gate: tuple = (),
+        pairs: tuple = (),
     ) -> tuple:
         """Fill gq, gk, gv, tout in `results`, each of which may be None, and mean; return gbias and gweight, None
         where `need` does not name them."""
