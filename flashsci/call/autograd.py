@@ -49,7 +49,7 @@ _Gradients = tuple[Tensor | None, ...]
 _NOTHING: _Gradients = (None,) * _LEAVES
 
 
-def _refuse(what: str) -> Any:
+def refuse(what: str) -> Any:
     raise BackendError(
         f"flashsci: {what} is not supported (it would otherwise be dropped silently); "
         "compute this call with backend='reference', which differentiates to any order"
@@ -64,9 +64,9 @@ FORWARD_TWICE = (
 
 # The refusal as an op: a compiler traces backwards that never run.
 LIBRARY.define("refuse(Tensor x, str what) -> Tensor")
-LIBRARY.impl("refuse", lambda x, what: _refuse(what), "CompositeExplicitAutograd")
+LIBRARY.impl("refuse", lambda x, what: refuse(what), "CompositeExplicitAutograd")
 torch.library.register_fake("flashsci::refuse", lambda x, what: torch.empty_like(x), lib=LIBRARY)
-torch.library.register_vmap("flashsci::refuse", lambda info, dims, x, what: _refuse(what), lib=LIBRARY)
+torch.library.register_vmap("flashsci::refuse", lambda info, dims, x, what: refuse(what), lib=LIBRARY)
 
 
 class Guard(torch.autograd.Function):
@@ -88,7 +88,7 @@ class Guard(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse(FORWARD_TWICE if ctx.what == THIRD else ctx.what)
+        refuse(FORWARD_TWICE if ctx.what == THIRD else ctx.what)
 
 
 def guarded(tensors: Any, what: str) -> list[Any]:
@@ -109,7 +109,7 @@ def _refuse_beyond_leaves(asked: Sequence[bool]) -> None:
     wanted = zip(Tensors._fields, asked, strict=False)
     beyond = [n for n, x in wanted if x and n not in Tangents._fields]
     if beyond:
-        _refuse(f"a derivative by {', '.join(beyond)} in a fused kernel")
+        refuse(f"a derivative by {', '.join(beyond)} in a fused kernel")
 
 
 def _needed(found: Any, need: int) -> _Gradients:
@@ -389,7 +389,7 @@ class Jvp(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse(FORWARD_TWICE)
+        refuse(FORWARD_TWICE)
 
 
 class DoubleBackward(torch.autograd.Function):
@@ -427,7 +427,7 @@ class DoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse(FORWARD_TWICE)
+        refuse(FORWARD_TWICE)
 
 
 # The nodes of a recorded backward as ops; that vmap runs them sample by sample, each with a graph.
