@@ -14,7 +14,10 @@ HARMLESS = {
     "D256BackwardTiling": (1, "consumers meet, while the sizes of their only tile are on their way"),
     "paged12paged_kernel": (5, "without a fence.proxy.async"),
     "sm904pair4half": (2, "its fences come after the loads of a block"),
-    "sm903fp8": (1, "scales of a block in one tiling: an arrival that waits for them takes a third of the speed"),
+    "sm903fp8": (
+        1,
+        "scales in one tiling: the record of a tile has been read, and used, since the fence of the tile before",
+    ),
 }
 
 

@@ -1,5 +1,7 @@
 """Tests that need a GPU: skipped, with the reason, where torch sees none."""
 
+import gc
+
 import pytest
 import torch
 
@@ -17,6 +19,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/gpu" in str(item.path).replace("\\", "/"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture(autouse=True)
+def memory_for_others():
+    """The process keeps no more than this after a test: others share the GPU, and a call of billions of elements leaves tens of
+    gigabytes to the allocator."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 4 << 30:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
     python tools/kernels/loads_in_flight.py LIBRARY_OR_OBJECT [PART_OF_A_KERNEL'S_NAME]
 
-Whoever waits for the arrival may overwrite what such a load still has to read. A fence.proxy.async before both delays the
+The threads that wait for the arrival may overwrite what such a load still has to read. A fence.proxy.async before both delays the
 load, but not the arrival: an output of the copy engine then reaches shared memory first. A load has returned once an
 instruction has waited for its scoreboard, which the control bits of the encoding tell.
 """

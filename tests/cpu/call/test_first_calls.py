@@ -124,7 +124,9 @@ def test_the_cuda_library(outcome):
             op = types.SimpleNamespace(default=types.SimpleNamespace(name=lambda: "flashsci::op"))
             namespace = types.SimpleNamespace(
                 load_library=load,
-                flashsci=types.SimpleNamespace(cuda_forward=op, cuda_backward=op, sees_torch_cuda=sees_torch_cuda),
+                flashsci=types.SimpleNamespace(
+                    cuda_forward=op, cuda_backward=op, cuda_fp8_forward=op, sees_torch_cuda=sees_torch_cuda
+                ),
             )
             class Name:  # what ctypes puts restype on
                 def __init__(self, result): self.result = result
@@ -148,7 +150,7 @@ def test_the_cuda_library(outcome):
         expected = dict(absent="was not built", broken="cannot be loaded", loaded="cannot use this machine's driver")[outcome]
         assert all(a is not None and expected in a for a in answers), answers
         assert len(answers) == 16 and len(loads) == 1 and len(asked) <= 1
-        assert outcome != "loaded" or (len(registered) == 2 and cuda.ops is not None)
+        assert outcome != "loaded" or (len(registered) == 3 and cuda.ops is not None)
         """
     )
 

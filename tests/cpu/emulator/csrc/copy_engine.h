@@ -153,6 +153,7 @@ inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint32_t barrier, uint32_t count = 1) {
   arrive(barrier, static_cast<int>(count), 0);
 }
+inline void mbarrier_arrive_after(uint32_t barrier, uint32_t) { mbarrier_arrive(barrier); }
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) { arrive(barrier, 1, bytes); }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   const Barrier& it = barrier_at(barrier);
