@@ -104,7 +104,7 @@ def attention(
             lse includes it. A row with no key has out 0 and lse ``sink``.
         pair_gate: multiplies the probabilities after the softmax, ``out = (P * pair_gate) v``, as edge features do in
             graph transformers. Finite, of any sign, broadcastable to ``[..., Hq, Sq, Sk]``, q's dtype or float32. The
-            lse does not see it. Its gradient has its own shape. Second derivatives and forward mode hold all scores.
+            lse does not see it. Its gradient has its own shape. Third derivatives hold all scores.
         causal: query i sees keys up to its own position.
         window: ``(left, right)``: query i sees keys from ``i - left`` to ``i + right``; None or -1
             is unbounded.
