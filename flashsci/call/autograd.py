@@ -208,7 +208,8 @@ class Forward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         _refuse_beyond_leaves([x is not None for x in tangents])
-        return Jvp.apply(ctx.choice, *tangents[:_LEAVES], *_saved(ctx).flat())
+        saved = _saved(ctx)._replace(lse=Statistic.apply(ctx.saved_tensors[-1]))
+        return Jvp.apply(ctx.choice, *tangents[:_LEAVES], *saved.flat())
 
 
 class EagerForward(torch.autograd.Function):
@@ -297,6 +298,28 @@ def _saved(ctx: Any) -> Saved:
     """The values that a forward left."""
     *tensors, out, lse = ctx.saved_tensors
     return Saved(Tensors(*tensors), out.detach(), lse.detach(), ctx.scalars)
+
+
+class Statistic(torch.autograd.Function):
+    """lse itself, with the tangent that it has and without a gradient: :class:`Jvp` has both in its formulas."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(lse: Tensor) -> Tensor:
+        return lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
 
 
 class Backward(torch.autograd.Function):
@@ -392,7 +415,9 @@ class Jvp(torch.autograd.Function):
         mixed, second = Tangents(*given[:_LEAVES]), Tangents(*given[_LEAVES : 2 * _LEAVES])
         if all(x is None for x in second):  # linear in the tangents
             return Jvp.apply(ctx.choice, *mixed, *saved.flat())
-        second_lse = Jvp.apply(ctx.choice, *second, *saved.flat())[1]
+        second_lse = given[_LEAVES + _SAVED - 1]
+        if second_lse is None:
+            second_lse = Jvp.apply(ctx.choice, *second, *saved.flat())[1]
         return SecondJvp.apply(ctx.choice, *tensors[:_LEAVES], *second, *mixed, first_lse, second_lse, *saved.flat())
 
 
@@ -472,5 +497,5 @@ for what, record in (
     LIBRARY.impl(f"recorded_{what}", record, "CompositeImplicitAutograd")
 
 # Dynamo cannot trace Functions that define jvp; as graph nodes they compile.
-for node in (Guard, Forward, Backward, Jvp, DoubleBackward, SecondJvp):
+for node in (Guard, Forward, Statistic, Backward, Jvp, DoubleBackward, SecondJvp):
     torch.compiler.allow_in_graph(node)
