@@ -79,6 +79,8 @@ _LIKE = {
     "gdlse": "lse",
     "tout": "out",
     "tlse": "lse",
+    "tuout": "out",
+    "tulse": "lse",
 }
 
 
