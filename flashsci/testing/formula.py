@@ -17,7 +17,7 @@ from flashsci.testing.blocks import Block
 from flashsci.testing.formula_scores import Heads, LooseRows, Scores, per_head, row, slope_of, turn
 from flashsci.testing.roundings import Precisions, Rounding, Roundings
 from flashsci.testing.second_order import Sized, second_order
-from flashsci.testing.second_tangents import SecondTangents, second_direction
+from flashsci.testing.second_tangents import SecondTangents
 from flashsci.testing.tolerance import PHASES, ROUNDINGS
 
 
@@ -442,8 +442,7 @@ class Formula:
             delta=Sized(g.delta, g.delta_abs, g.delta_fine + g.delta_abs, g.delta_loose),
             **shared,
         )
-        second, mixed = second_direction(b.tangents)
-        results |= SecondTangents(**shared).results(along(b.tangents), along(second), along(mixed))
+        results |= SecondTangents(**shared).results(along(b.tangents), along(b.second), along(b.mixed))
         summed = {"gk": heads.per_key, "gv": heads.per_key, "gsink": per_head}
         if b.bias is not None:
             shape = b.bias.shape
