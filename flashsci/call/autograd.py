@@ -392,14 +392,14 @@ class Jvp(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
         ctx.choice, ctx.scalars = inputs[0], inputs[1 + _LEAVES + _SAVED :]
-        tensors = inputs[1 : 1 + _LEAVES + _SAVED]
+        tensors = (*inputs[1 : 1 + _LEAVES + _SAVED], output[1])
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors, output[1])
+        ctx.save_for_forward(*tensors)  # vmap needs the same in both
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        tensors, need = ctx.saved_tensors, ctx.needs_input_grad
-        tangents = Tangents(*tensors[:_LEAVES])
+        *tensors, _ = ctx.saved_tensors
+        need, tangents = ctx.needs_input_grad, Tangents(*tensors[:_LEAVES])
         saved = Saved.of((*tensors[_LEAVES:], *ctx.scalars))
         first = _backward(ctx.choice, dout, dlse, saved, _need(need[1 : 1 + _LEAVES]))
         second = _NOTHING
@@ -471,7 +471,7 @@ class SecondJvp(torch.autograd.Function):
     @staticmethod
     def forward(choice: str, *inputs: Any) -> tuple[Tensor, Tensor]:
         given = PASSES["second_jvp"].grouped(*inputs)
-        module = differentiate.second_order(unwritten(choice).forward, given[-1].tensors)
+        module = differentiate.second_order(unwritten(choice).forward, given[-1].tensors, "second_jvp")
         result: tuple[Tensor, Tensor] = module.second_jvp(*given)
         return result
 
