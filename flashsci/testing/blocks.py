@@ -92,8 +92,9 @@ def _places(first: dict[str, Any]) -> dict[str, Any]:
 
 
 def _directions(place: dict[str, Any], inputs: Inputs) -> dict[str, dict[str, Tensor]]:
-    """The tangents of one block along both directions, and of the first along the second."""
-    second, mixed = second_direction(inputs.tangents)
+    """The tangents of one block along both directions, and of the first along the second; none of these without
+    ``twice``."""
+    second, mixed = second_direction(inputs.tangents if inputs.twice else {})
     every = {"tangents": inputs.tangents, "second": second, "mixed": mixed}
     return {which: {name: place[name](x) for name, x in given.items()} for which, given in every.items()}
 

@@ -97,7 +97,8 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
             found.update(zip(wanted, gradients, strict=True))
             found.update(_second_order(inputs, wanted, found, cotangents))
             found.update(_forward_mode(inputs, tensors, call))
-            found.update(_forward_mode_twice(inputs, tensors, call))
+            if inputs.twice:
+                found.update(_forward_mode_twice(inputs, tensors, call))
     return {name: x.detach() for name, x in found.items()}
 
 

@@ -442,7 +442,8 @@ class Formula:
             delta=Sized(g.delta, g.delta_abs, g.delta_fine + g.delta_abs, g.delta_loose),
             **shared,
         )
-        results |= SecondTangents(**shared).results(along(b.tangents), along(b.second), along(b.mixed))
+        if b.second:
+            results |= SecondTangents(**shared).results(along(b.tangents), along(b.second), along(b.mixed))
         summed = {"gk": heads.per_key, "gv": heads.per_key, "gsink": per_head}
         if b.bias is not None:
             shape = b.bias.shape

@@ -11,6 +11,10 @@ from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of
 from flashsci.backends.triton.plans.second_order import bias_layout, inner
 from flashsci.backends.triton.plans.strides import NO_STRIDES, strides4, strides_of, weight_strides
 from flashsci.call.ops import Saved, Tangents, empty_like_layout
+from flashsci.errors import BackendError
+
+
+WIDEST_FP32 = 128  # beyond, no tile of this kernel has room in registers
 
 
 class _Layout(NamedTuple):
@@ -65,6 +69,15 @@ def second_jvp(first: Tangents, second: Tangents, mixed: Tangents, first_lse, se
     rows = [like if x is None else x for t in along for x, like in zip(t[:3], (q, k, v), strict=True)]
     inputs = tuple(tensors)
     plan = plan_of((q, k, v, out, *rows), inputs, 0, options_of(scalars))
+    if plan.wide is not None:  # few scores next to the rows: all of them fit in memory
+        from flashsci.backends import reference_packed
+
+        return reference_packed.second_jvp(*along, first_lse, second_lse, Saved(tensors, out, lse, scalars))
+    if q.dtype == torch.float32 and plan.width > WIDEST_FP32:
+        raise BackendError(
+            f"flashsci: forward mode over forward mode in float32 has kernels for head dims up to {WIDEST_FP32}, got "
+            f"{q.shape[-1]} and {v.shape[-1]}; give q, k and v in 16 bits, or compute this call with backend='reference'"
+        )
     layouts = tuple(map(_Layout.of, along))
     key = "second_jvp", layouts
     if key not in plan.launches:
