@@ -144,6 +144,14 @@ FAULTS = (
     Fault(
         "torch",
         "2.11",
+        None,
+        True,
+        "A process that loads a package of AOTInductor on a GPU ends with a segmentation fault, also where the package holds a "
+        "plain matrix product. Seen with torch 2.11.0+cu130; newer ones were not tried on a GPU.",
+    ),
+    Fault(
+        "torch",
+        "2.11",
         (2, 13),
         False,
         "The compiler takes no context that sets a value inside a checkpoint: put `use_backend` around the compiled call.",

@@ -19,6 +19,14 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
+// The same, once `x` has been loaded. A load from shared memory may still be in flight when its
+// thread arrives: a fence.proxy.async before both delays the load alone, and whoever waits for the
+// arrival may overwrite what it reads.
+__device__ __forceinline__ void mbarrier_arrive_after(uint32_t barrier, uint32_t x) {
+  // Blocks have one dimension, which the compiler does not know: threadIdx.y is 0.
+  mbarrier_arrive(barrier + (x & threadIdx.y));
+}
+
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(count)
                : "memory");

@@ -51,7 +51,7 @@ _Gradients = tuple[Tensor | None, ...]
 _NOTHING: _Gradients = (None,) * _LEAVES
 
 
-def _refuse(what: str) -> Any:
+def refuse(what: str) -> Any:
     raise BackendError(
         f"flashsci: {what} is not supported (it would otherwise be dropped silently); "
         "compute this call with backend='reference', which differentiates to any order"
@@ -59,12 +59,17 @@ def _refuse(what: str) -> Any:
 
 
 THIRD = "a third derivative through a fused kernel"
+#: The refusal of gated calls, see gate_nodes.py.
+FORWARD_TWICE = (
+    "forward mode over a forward-mode or second derivative of a fused kernel (a Hessian is "
+    "torch.func.jacfwd(torch.func.jacrev(f)))"
+)
 
 # The refusal as an op: a compiler traces backwards that never run.
 LIBRARY.define("refuse(Tensor x, str what) -> Tensor")
-LIBRARY.impl("refuse", lambda x, what: _refuse(what), "CompositeExplicitAutograd")
+LIBRARY.impl("refuse", lambda x, what: refuse(what), "CompositeExplicitAutograd")
 torch.library.register_fake("flashsci::refuse", lambda x, what: torch.empty_like(x), lib=LIBRARY)
-torch.library.register_vmap("flashsci::refuse", lambda info, dims, x, what: _refuse(what), lib=LIBRARY)
+torch.library.register_vmap("flashsci::refuse", lambda info, dims, x, what: refuse(what), lib=LIBRARY)
 
 
 class Guard(torch.autograd.Function):
@@ -86,7 +91,7 @@ class Guard(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse(ctx.what)
+        refuse(ctx.what)
 
 
 def guarded(tensors: Any, what: str) -> list[Any]:
@@ -107,7 +112,7 @@ def _refuse_beyond_leaves(asked: Sequence[bool]) -> None:
     wanted = zip(Tensors._fields, asked, strict=False)
     beyond = [n for n, x in wanted if x and n not in Tangents._fields]
     if beyond:
-        _refuse(f"a derivative by {', '.join(beyond)} in a fused kernel")
+        refuse(f"a derivative by {', '.join(beyond)} in a fused kernel")
 
 
 def _needed(found: Any, need: int) -> _Gradients:
@@ -456,7 +461,7 @@ class DoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse(THIRD)
+        refuse(THIRD)
 
 
 class SecondJvp(torch.autograd.Function):
@@ -481,11 +486,11 @@ class SecondJvp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        _refuse(THIRD)
+        refuse(THIRD)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse(THIRD)
+        refuse(THIRD)
 
 
 # The nodes of a recorded backward as ops; that vmap runs them sample by sample, each with a graph.

@@ -49,6 +49,7 @@ def formulas() -> dict[Any, Callable[..., int]]:
     found: dict[Any, Callable[..., int]] = {}
     named = [(f"{b}_{what}", PRODUCTS[what]) for b in _BACKENDS for what in PRODUCTS]
     named += [(f"triangle_{what}", PRODUCTS[what]) for what in ("forward", "backward")]
+    named += [(f"triton_gated_{what}", PRODUCTS[what]) for what in PRODUCTS]
     named += [("triton_residual_forward", (1, 1)), ("triton_residual_backward", (3, 2))]
     named += [(f"{b}_fp8_attention", (1, 1)) for b in ("triton", "cuda", "reference")]
     for name, products in named:

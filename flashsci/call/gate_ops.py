@@ -1,6 +1,7 @@
-"""The raw ops of attention with a gate of pairs: their arguments, schemas and fake kernels.
+"""The raw ops of attention with a gate of pairs: their arguments, schemas, fake kernels and rules for vmap.
 
-``flashsci::<backend>_gated_forward`` and ``_gated_backward`` know nothing of autograd: flashsci/call/gate.py has the nodes.
+``flashsci::<backend>_gated_forward``, ``_gated_backward``, ``_gated_jvp`` and ``_gated_double_backward`` know nothing of
+autograd: flashsci/call/gate_nodes.py has the nodes.
 """
 
 from __future__ import annotations
@@ -11,11 +12,20 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flashsci.call import kinds
-from flashsci.call.ops import Saved, Scalars, Tangents, Tensors, bypasses_dispatcher, fake_backward, fake_forward
+from flashsci.call.ops import (
+    ROLES,
+    Pass,
+    Saved,
+    Scalars,
+    Tangents,
+    Tensors,
+    bypasses_dispatcher,
+    fake_backward,
+    fake_double_backward,
+    fake_forward,
+    register_vmap,
+)
 from flashsci.call.schemas import arguments, define_op
-
-#: The bit of the gate's gradient, after those of the tensors with gradients (``ops.NEED_Q``, ...).
-NEED_GATE = 1 << len(Tangents._fields)
 
 
 class Gate(NamedTuple):
@@ -24,29 +34,55 @@ class Gate(NamedTuple):
     pair_gate: kinds.Gate
 
 
+class GatedTangents(NamedTuple):
+    """One tangent for each of the tensors that have gradients in kernels: of :class:`Tangents`, and of the gate; None for zero."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None
+    key_weight: Tensor | None
+    pair_gate: Tensor | None
+
+
+# The bits of a double backward follow the fields of GatedTangents, then dout and dlse; ops.NEED_Q, ... are the first.
+NEED_GATE, NEED_GATED_DOUT, NEED_GATED_DLSE = (1 << (len(Tangents._fields) + i) for i in range(3))
+
+
+def without_gate(need: int) -> int:
+    """The bits of a double backward as those of a call without a gate."""
+    return need & (NEED_GATE - 1) | (need & ~(2 * NEED_GATE - 1)) >> 1
+
+
 class GatedKernels(NamedTuple):
     """The gated functions of a backend."""
 
-    forward: Callable[[Tensors, Tensor, Scalars], tuple[Tensor, Tensor]]
-    """Returns out and lse."""
-    backward: Callable[..., tuple[Tensor, ...]]
-    """Returns dq, dk, dv, dbias, dkey_weight and dpair_gate, empty where ``need`` does not name them; takes (dout, dlse, saved,
-    gate, need)."""
+    forward: Callable[..., Any]
+    """(tensors, gate, scalars) -> out, lse."""
+    backward: Callable[..., Any]
+    """(dout, dlse, saved, gate, need) -> dq, dk, dv, dbias, dkey_weight, dpair_gate; those that ``need`` does not name are
+    empty."""
+    jvp: Callable[..., Any]
+    """(tangents, saved, gate) -> tangents of out and lse."""
+    double_backward: Callable[..., Any]
+    """(tangents, dout, dlse, saved, gate, need) -> gradients of the same six, then of dout and dlse, for cotangents of their
+    gradients."""
 
 
-_CALL = arguments(Tensors, Gate)
-_SCALARS = arguments(Scalars)
-_FORWARD = f"({_CALL}, {_SCALARS}) -> (Tensor out, Tensor lse)"
-_GRADIENTS = ", ".join(f"Tensor d{name}" for name in (*Tangents._fields, *Gate._fields))
-_BACKWARD = f"(Tensor? dout, Tensor? dlse, {_CALL}, Tensor out, Tensor lse, {_SCALARS}, int need) -> ({_GRADIENTS})"
-_N = len(Tensors._fields)
+_N, _T = len(Tensors._fields), len(GatedTangents._fields)
+_CALL, _SCALARS, _TANGENTS = arguments(Tensors, Gate), arguments(Scalars), arguments(GatedTangents, prefix="t")
+_SAVED = f"{_CALL}, Tensor out, Tensor lse, {_SCALARS}"
+_ROLES = ROLES | {f"{prefix}pair_gate": kinds.fields(Gate)["pair_gate"].role for prefix in ("", "t")}
+_GRADIENTS = ", ".join(f"Tensor {{0}}{name}" for name in GatedTangents._fields)
 
 
-def _grouped(given: Sequence[Any]) -> tuple[Tensors, Tensor, Scalars]:
-    return Tensors(*given[:_N]), given[_N], Scalars(*given[_N + 1 :])
+def flat(saved: Saved, gate: Tensor) -> tuple[Any, ...]:
+    """The arguments of the raw ops for a call and its results."""
+    return *saved.tensors, gate, saved.out, saved.lse, *saved.scalars
 
 
-def _saved(given: Sequence[Any]) -> tuple[Saved, Tensor]:
+def grouped(given: Sequence[Any]) -> tuple[Saved, Tensor]:
+    """The inverse of :func:`flat`."""
     return Saved(Tensors(*given[:_N]), given[_N + 1], given[_N + 2], Scalars(*given[_N + 3 :])), given[_N]
 
 
@@ -56,37 +92,60 @@ def empty_gradients(tensors: Tensors, gate: Tensor, need: int) -> tuple[Tensor, 
     return *found, gate.new_empty(gate.shape if need & NEED_GATE else (0,))
 
 
+def _empty_double_backward(saved: Saved, gate: Tensor, need: int) -> tuple[Tensor, ...]:
+    """Empty tensors for the gradients of the gradients."""
+    *_, gout, glse = fake_double_backward(saved.tensors, without_gate(need))
+    return *empty_gradients(saved.tensors, gate, need), gout, glse
+
+
+PASSES = {
+    "forward": Pass(
+        f"({_CALL}, {_SCALARS}) -> (Tensor out, Tensor lse)",
+        lambda tensors, gate, scalars: fake_forward(tensors),
+        lambda tensors, gate, scalars: (*tensors, gate, *scalars),
+        lambda *given: (Tensors(*given[:_N]), given[_N], Scalars(*given[_N + 1 :])),
+    ),
+    "backward": Pass(
+        f"(Tensor? dout, Tensor? dlse, {_SAVED}, int need) -> ({_GRADIENTS.format('d')})",
+        lambda dout, dlse, saved, gate, need: empty_gradients(saved.tensors, gate, need),
+        lambda dout, dlse, saved, gate, need: (dout, dlse, *flat(saved, gate), need),
+        lambda dout, dlse, *given: (dout, dlse, *grouped(given[:-1]), given[-1]),
+    ),
+    "jvp": Pass(
+        f"({_TANGENTS}, {_SAVED}) -> (Tensor tout, Tensor tlse)",
+        lambda tangents, saved, gate: fake_forward(saved.tensors),
+        lambda tangents, saved, gate: (*tangents, *flat(saved, gate)),
+        lambda *given: (GatedTangents(*given[:_T]), *grouped(given[_T:])),
+    ),
+    "double_backward": Pass(
+        f"({_TANGENTS}, Tensor? dout, Tensor? dlse, {_SAVED}, int need) -> ({_GRADIENTS.format('g')}, Tensor gdout, Tensor gdlse)",
+        lambda tangents, dout, dlse, saved, gate, need: _empty_double_backward(saved, gate, need),
+        lambda tangents, dout, dlse, saved, gate, need: (*tangents, dout, dlse, *flat(saved, gate), need),
+        lambda *given: (
+            GatedTangents(*given[:_T]), *given[_T : _T + 2], *grouped(given[_T + 2 : -1]), given[-1],
+        ),
+    ),
+}  # fmt: skip
+
+
 def define(backend: str, kernels: GatedKernels, keys: Sequence[str]) -> GatedKernels:
     """Define a backend's ops for the given dispatch keys; returns the functions that call them."""
+    found = (_define(f"{backend}_gated_{name}", PASSES[name], getattr(kernels, name), keys) for name in kernels._fields)
+    return GatedKernels(*found)
 
-    def backward(dout: Any, dlse: Any, *given: Any) -> tuple[Tensor, ...]:
-        return kernels.backward(dout, dlse, *_saved(given[:-1]), given[-1])
 
-    def fake(dout: Any, dlse: Any, *given: Any) -> tuple[Tensor, ...]:
-        saved, gate = _saved(given[:-1])
-        return empty_gradients(saved.tensors, gate, given[-1])
-
-    run = define_op(
-        f"{backend}_gated_forward",
-        _FORWARD,
-        lambda *given: kernels.forward(*_grouped(given)),
+def _define(name: str, of: Pass, kernel: Callable[..., Any], keys: Sequence[str]) -> Callable[..., Any]:
+    op = define_op(
+        name,
+        of.schema,
+        lambda *given: kernel(*of.grouped(*given)),
         keys,
-        lambda *given: fake_forward(_grouped(given)[0]),
+        lambda *given: of.fake(*of.grouped(*given)),
     )
-    run_backward = define_op(f"{backend}_gated_backward", _BACKWARD, backward, keys, fake)
+    register_vmap(op, _ROLES)
 
-    def forward_of(tensors: Tensors, gate: Tensor, scalars: Scalars) -> tuple[Tensor, Tensor]:
-        given = *tensors, gate, *scalars
-        if bypasses_dispatcher(given):
-            return kernels.forward(tensors, gate, scalars)
-        result: tuple[Tensor, Tensor] = run(*given)
-        return result
+    def call(*given: Any) -> Any:
+        arguments = of.flat(*given)
+        return kernel(*given) if bypasses_dispatcher(arguments) else op(*arguments)
 
-    def backward_of(dout: Any, dlse: Any, saved: Saved, gate: Tensor, need: int) -> tuple[Tensor, ...]:
-        given = dout, dlse, *saved.tensors, gate, saved.out, saved.lse, *saved.scalars, need
-        if bypasses_dispatcher(given):
-            return kernels.backward(dout, dlse, saved, gate, need)
-        result: tuple[Tensor, ...] = run_backward(*given)
-        return result
-
-    return GatedKernels(forward_of, backward_of)
+    return call

@@ -124,8 +124,8 @@ _FP32, _INT32, _INT64 = torch.float32, torch.int32, torch.int64
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NO_LOG = "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"
 _NO_SLOPES = (
-    "ALiBi slopes have no derivative in the Triton kernels but the gradient of an eager call without a sink; detach them, or "
-    "write learnt ones as a bias"
+    "ALiBi slopes have no derivative in the Triton kernels but the gradient of an eager call without sink and pair_gate; "
+    "detach them, or write learnt ones as a bias"
 )
 
 OFFSETS = Argument(Role.INDEX, PLACES, (_INT32,))

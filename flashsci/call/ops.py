@@ -9,7 +9,7 @@ schemas are flat, and only :data:`PASSES` converts one to the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -479,24 +479,27 @@ def _roles() -> dict[str, Role | None]:
     }
 
 
-_ROLES = _roles()
+#: The roles of the arguments of these ops.
+ROLES = _roles()
 
 
-def register_vmap(op: Any) -> None:
+def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES) -> None:
     """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
+
+    ``roles``: those of its arguments by name.
 
     Samples run one after the other where one batch would give something else: where q has no leading dim left (two
     nested vmaps of ``[B, H, S, D]``), in packed calls, whose tensors have no leading dims, under dropout, whose
     entries depend on the index in the batch, and where another argument (offsets, a seed) is mapped.
     """
     names = [argument.name for argument in op._schema.arguments]
-    tensors = tuple(p for p, name in enumerate(names) if _ROLES.get(name) in kinds.BATCHED)
+    tensors = tuple(p for p, name in enumerate(names) if roles.get(name) in kinds.BATCHED)
     packed = names.index("cu_seqlens_q")
     dropout = names.index("dropout_p") if "dropout_p" in names else None
 
     def laid_out(x: Tensor, position: int) -> Tensor:
         """``x`` as the op takes it: vmap may leave any dim innermost, or expand."""
-        role = _ROLES[names[position]]
+        role = roles[names[position]]
         if role is Role.STATISTICS:
             return x.contiguous()
         return op_checks.rows(x) if role is Role.ROWS else x

@@ -58,7 +58,7 @@ def calls(architecture):
     yield "softcap of biased scores, short", "float32", (32, 32), capped | {"seq": (31, 17), "bias": (2, 2, 31, 17)}
     yield "negative scale", "float16", (64, 64), {"scale": -0.125}
     # Products whose rows are queries, fewer than 64 of them, beside products whose rows are keys.
-    for name, seq in (("few queries", (32, 200)), ("short rows", (72, 144))):
+    for name, seq in (("few queries", (32, 200)), ("short rows", (72, 144)), ("few keys", (150, 30))):
         yield f"{name}, bias", "float16", (64, 64), {"seq": seq, "bias": (1, 2, *seq)}
     yield "packed", "float16", (128, 128), {"packed": True, "window_right": 0, "bias": "ragged"}
     yield "ALiBi", "float16", (64, 64), {"alibi": (2, 2), "window_right": 0}

@@ -12,6 +12,7 @@ from tests.support.distributed_calls import (
     Split,
     call_quietly_by_groups,
     draw_split,
+    heads_of_ranks,
     judge,
     own_communicator,
     pool,
@@ -86,3 +87,9 @@ def test_a_communicator_of_ranks_that_are_bound_to_their_gpus(bound_ranks):
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 def test_the_same_bits_twice(ranks, strategy):
     assert all(ranks.run(repeated, torch.cuda.device_count(), strategy=strategy))
+
+
+@several
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dtensors_split_by_heads(ranks, dtype):
+    assert all(ranks.run(heads_of_ranks, torch.cuda.device_count(), dtype=dtype))

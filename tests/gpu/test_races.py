@@ -1,4 +1,5 @@
-"""Every kernel instance a hundred times over: the same bits where they are promised, within the bound each time where not.
+"""Every kernel instance a hundred times over, small calls five hundred times: the same bits where they are promised, within the
+bound each time where not.
 
 tests/support/race_cases.py has the calls (from the table of compiled kernels) and their shapes: many short tiles, empty tiles
 first and last, one tile, one more than multiprocessors, rings that go round. Half of the repeats run beside other
@@ -293,6 +294,7 @@ class Repeats:
     """What a hundred runs show, without waiting for any."""
 
     BYTES = 1 << 27  # of results that are kept until they are compared
+    SMALL = 1 << 22  # bytes of results whose launches cost little
 
     def __init__(self) -> None:
         self.compared: list[Compared] = []
@@ -313,12 +315,13 @@ class Repeats:
         }
         self.compared += tensors.values()
         size = sum(x.numel() * x.element_size() for x in first.values())
-        together = max(1, min(REPEATS, self.BYTES // max(size, 1)))
-        for begin in range(0, REPEATS, together):
+        repeats = REPEATS if size > self.SMALL else 5 * REPEATS  # a race of one launch in 200 must show
+        together = max(1, min(repeats, self.BYTES // max(size, 1)))
+        for begin in range(0, repeats, together):
             found = []
             with fresh_memory():
-                for time in range(begin, min(begin + together, REPEATS)):
-                    if 2 * time >= REPEATS:
+                for time in range(begin, min(begin + together, repeats)):
+                    if 2 * time >= repeats:
                         disturb(time)
                     found.append(run())
             for name, compared in tensors.items():
@@ -329,11 +332,14 @@ class Repeats:
         compared = [c for c in self.compared if c.worst]
         if not compared:
             return []
-        worst = torch.stack([torch.cat(c.worst) for c in compared])
-        places = torch.stack([torch.cat(c.places) for c in compared])
+        counts = [sum(map(len, c.worst)) for c in compared]
+        worst = torch.cat([x for c in compared for x in c.worst])
+        places = torch.cat([x for c in compared for x in c.places])
         # A place is an integer that fp64 holds.
-        worst, places = torch.stack([worst, places.double()]).tolist()
-        found = (c.problem(w, [int(x) for x in p]) for c, w, p in zip(compared, worst, places, strict=True))
+        numbers = torch.stack([worst, places.double()]).cpu().split(counts, 1)
+        found = (
+            c.problem(w, [int(x) for x in p]) for c, (w, p) in zip(compared, (n.tolist() for n in numbers), strict=True)
+        )
         return [problem for problem in found if problem]
 
 

@@ -37,7 +37,6 @@ CALLS = {
     "causal": {"causal": True},
     "bias": {"bias": (8, 300, 300)},
     "mask": {"mask": (2, 1, 1, 300)},
-    "dropout": {"dropout_p": 0.1},
 }
 
 
@@ -58,17 +57,25 @@ def test_both_passes_are_timed_and_the_winner_is_right(form, dtype):
     ((problem, times),) = session._session.kinds
     assert len(times.seconds) > 1 and times.default in times.seconds
     assert all(0 < x < 0.1 for x in (*times.seconds.values(), *times.forward.values()))
-    if "dropout_p" not in options:
-        assert torch.equal(torch.cuda.get_rng_state(), state)
-        tensors = {name: x for name, x in options.items() if name != "causal"}
-        tensors |= {name: x.detach() for name, x in zip("qkv", (q, k, v), strict=True)}
-        judge = Judge(Inputs(**tensors, dout=torch.randn_like(out), options={"causal": form == "causal"}))
-        judge.require(evaluate(judge.inputs, "auto", lse=False))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    tensors = {name: x for name, x in options.items() if name != "causal"}
+    tensors |= {name: x.detach() for name, x in zip("qkv", (q, k, v), strict=True)}
+    judge = Judge(Inputs(**tensors, dout=torch.randn_like(out), options={"causal": form == "causal"}))
+    judge.require(evaluate(judge.inputs, "auto", lse=False))
     found = flashsci.explain(q, k, v, **options)
     assert found.evidence.split(": ", 1)[1].startswith("tuned on this GPU")
     won = times.passes
     assert won is None or found.chosen == won[0]
     assert problem.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_call_that_one_backend_serves_is_not_timed(dtype):
+    """One backend alone drops the entries that a seed names."""
+    q, k, v = rows(2, 8, 300, 64, dtype=dtype)
+    with flashsci.tune() as session:
+        flashsci.attention(q, k, v, dropout_p=0.1).sum().backward()
+    assert not session._session.kinds
 
 
 def test_it_runs_on_the_callers_stream():

@@ -20,7 +20,8 @@ from .oracle import along, direction
 
 FAMILY = "compilers"
 SECONDS = 0.5  # of a traced cell
-OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+OLD = VERSION < (2, 13)
 
 
 def function_of(call: Call, **options: Any) -> Callable[..., Any]:
@@ -168,6 +169,10 @@ def exported(call: Call) -> Iterator[Pair]:
 def ahead_of_time(call: Call) -> Iterator[Pair]:
     if "8-bit" in call.name and OLD:
         raise NotHere("before torch 2.13 AOTInductor loses the results of any op that takes bfloat16 as a dtype")
+    if call.device == "cuda" and VERSION == (2, 11):
+        raise NotHere(
+            "a process that loads a package of torch 2.11's AOTInductor on a GPU dies, also one of a plain product"
+        )
     program = torch.export.export(Module(function_of(call)), (call.x(),))
     with tempfile.TemporaryDirectory() as folder:
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder, "call.pt2")))

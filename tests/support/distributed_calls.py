@@ -438,6 +438,26 @@ def whole_sequences(mesh: Any, case: str) -> tuple[float, int]:
     return max((a.full_tensor() - b).abs().max().item() for a, b in pairs), counts[1]
 
 
+def heads_of_ranks(mesh: Any, dtype: torch.dtype) -> bool:
+    """Whether DTensors split by heads have the bits of plain calls on the heads of each rank, results and gradients."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    random = torch.Generator().manual_seed(0)
+    size = mesh.size()
+    whole = torch.randn(4, 2, 2 * size, 65, 64, generator=random).to(mesh.device_type, dtype)
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, dout = tensors
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flashsci.attention(*given, causal=True, deterministic=True)
+        return out, *torch.autograd.grad(out, given, dout)
+
+    found = call(*(distribute_tensor(x, mesh, [Shard(1)]) for x in whole))
+    parts = [call(*(x.contiguous() for x in part)) for part in whole.chunk(size, 2)]
+    gathered = [x.full_tensor() for x in found]  # type: ignore[attr-defined]
+    return all(torch.equal(x, torch.cat(part, 1)) for x, part in zip(gathered, zip(*parts, strict=True), strict=True))
+
+
 def compiled_shards(mesh: Any) -> bool:
     """Whether a call on DTensors split by heads compiles into one graph, with the results and gradients of the call."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -148,7 +148,8 @@ def mask_alone(device: str) -> Arguments:
 
 
 def table_of(given: Arguments, dtype: torch.dtype) -> Results:
-    """The table of a mask, by its definition: kinds of tiles, lists in both directions, bits."""
+    """The table of a mask, by its definition: kinds of tiles, lists in both directions, the places of the bits of all tiles,
+    zeros up to a multiple of 128, bits."""
     mask = given["mask"].cpu()
     rows, keys = (-(-n // 64) for n in mask.shape[-2:])
     padded = torch.zeros(*mask.shape[:-2], 64 * rows, 64 * keys, dtype=torch.int64)
@@ -165,6 +166,8 @@ def table_of(given: Arguments, dtype: torch.dtype) -> Results:
         order = torch.argsort(1 - listed, dim=-1, stable=True)
         entries = torch.where(of_lines > 0, 2 * torch.arange(count) + of_lines // 2, 0).gather(-1, order)
         found += [before.flatten(-2), entries.flatten(-2)]
+    found.append(torch.arange(rows * keys).expand_as(kinds.flatten(-2)))
+    found.append(torch.zeros(*kinds.shape[:-2], -sum(x.shape[-1] for x in found) % 128, dtype=torch.int64))
     words = (tiles.transpose(-3, -2).unflatten(-1, (2, 32)) << torch.arange(32)).sum(-1)
     table = torch.cat([*found, words.flatten(-4)], -1).unsqueeze(-2)
     return (table.to(torch.int32).to(given["mask"].device),)
@@ -217,7 +220,10 @@ def backward_of(given: Arguments, dtype: torch.dtype) -> Results:
 
 
 def jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
-    leaves, function = _differentiable(given, dtype)
+    return _jvp(*_differentiable(given, dtype), given, dtype)
+
+
+def _jvp(leaves: dict[str, Tensor], function: Callable[..., Results], given: Arguments, dtype: torch.dtype) -> Results:
     along = [torch.zeros_like(x) if given[f"t{n}"] is None else given[f"t{n}"].to(dtype) for n, x in leaves.items()]
     values = [x.detach() for x in leaves.values()]
     return torch.autograd.functional.jvp(function, tuple(values), tuple(along))[1]
@@ -237,12 +243,16 @@ def second_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
 
 
 def double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
-    leaves = {
-        n: given[n].to(dtype).detach().requires_grad_() for n in (*LEARNT, "dout", "dlse") if given[n] is not None
-    }
+    return _double_backward(given, dtype, LEARNT, forward_of)
+
+
+def _double_backward(
+    given: Arguments, dtype: torch.dtype, names: tuple[str, ...], forward: Callable[..., Results]
+) -> Results:
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in (*names, "dout", "dlse") if given[n] is not None}
     values = given | leaves
-    out, lse = forward_of(values, dtype)
-    inner = [n for n in LEARNT if n in leaves]
+    out, lse = forward(values, dtype)
+    inner = [n for n in names if n in leaves]
     for n, x in (("dout", out), ("dlse", lse)):
         if n not in leaves:
             leaves[n] = torch.zeros_like(x).requires_grad_()
@@ -254,7 +264,7 @@ def double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
     )
     grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     by_name = dict(zip(leaves, grads, strict=True))
-    return tuple(by_name.get(n) if given["need"] >> i & 1 else None for i, n in enumerate((*LEARNT, "dout", "dlse")))
+    return tuple(by_name.get(n) if given["need"] >> i & 1 else None for i, n in enumerate((*names, "dout", "dlse")))
 
 
 def with_results(given: Arguments) -> None:
@@ -542,14 +552,18 @@ def residual_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
     return *found[:3], found[3] if given["need_bias"] else None
 
 
-def gate(device: str, backward: bool, dropout: bool = False) -> Arguments:
+GATED = (*LEARNT, "pair_gate")
+
+
+def gate(device: str, what: str, dropout: bool = False) -> Arguments:
     given, r = dense(device, dropout), Draw(device)
     r.generator.manual_seed(8)
-    given |= {"pair_gate": r(2, 1, 5, 7), "dout": None, "dlse": None, "out": None, "lse": None, "need": 63}
-    if backward:
+    given |= {"pair_gate": r(2, 1, 5, 7), "need": 255 if what == "double_backward" else 63}
+    if what != "forward":
         gated_results(given)
         given |= {"dout": r(2, 4, 5, 8), "dlse": r(2, 4, 5)}
-    return in_order(f"triton_gated_{'backward' if backward else 'forward'}", given)
+        given |= {f"t{n}": r(*given[n].shape) for n in GATED}
+    return in_order(f"triton_gated_{what}", given)
 
 
 def gated_of(given: Arguments, dtype: torch.dtype) -> Results:
@@ -563,8 +577,7 @@ def gated_results(given: Arguments) -> None:
 
 
 def gated_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
-    names = (*LEARNT, "pair_gate")
-    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in names if given[n] is not None}
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in GATED if given[n] is not None}
     out, lse = gated_of(given | leaves, dtype)
     pairs = [(x, given[n]) for x, n in ((out, "dout"), (lse, "dlse")) if given[n] is not None]
     found = dict.fromkeys(leaves)
@@ -574,7 +587,16 @@ def gated_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
         found = dict(zip(leaves, of, strict=True))
     else:
         found = {n: torch.zeros_like(x) for n, x in leaves.items()}
-    return tuple(found.get(n) if given["need"] >> i & 1 else None for i, n in enumerate(names))
+    return tuple(found.get(n) if given["need"] >> i & 1 else None for i, n in enumerate(GATED))
+
+
+def gated_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in GATED if given[n] is not None}
+    return _jvp(leaves, lambda *values: gated_of(given | dict(zip(leaves, values, strict=True)), dtype), given, dtype)
+
+
+def gated_double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    return _double_backward(given, dtype, GATED, gated_of)
 
 
 def across(op: str, device: str) -> Arguments:
@@ -661,8 +683,12 @@ def _triton() -> Iterator[Right]:
     for label, base in (("dense", dense), ("sums", dense), ("packed", packed)):
         yield Right("triton_map_statistics", label, _mapped(base, label), reductions_of, loose=LENGTHS if label == "packed" else frozenset(), refresh=map_results)  # fmt: skip
     for label, dropout in (("dense", False), ("dropout", True)):
-        yield Right("triton_gated_forward", label, _of(gate, False, dropout), gated_of)
-        yield Right("triton_gated_backward", label, _of(gate, True, dropout), gated_backward_of, refresh=gated_results)
+        yield Right("triton_gated_forward", label, _of(gate, "forward", dropout), gated_of)
+        yield Right(
+            "triton_gated_backward", label, _of(gate, "backward", dropout), gated_backward_of, refresh=gated_results
+        )
+    yield Right("triton_gated_jvp", "dense", _of(gate, "jvp"), gated_jvp_of, refresh=gated_results)
+    yield Right("triton_gated_double_backward", "dense", _of(gate, "double_backward"), gated_double_backward_of, refresh=gated_results)  # fmt: skip
     for label, dropout in (("bias", False), ("dropout", True)):
         yield Right("triton_residual_forward", label, _of(residual, False, dropout), residual_of)
         yield Right("triton_residual_backward", label, _of(residual, True, dropout), residual_backward_of, refresh=residual_results)  # fmt: skip

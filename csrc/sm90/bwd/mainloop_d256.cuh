@@ -228,7 +228,6 @@ struct D256Consumer {
       const uint4 words = ptx::ld_shared_v4(p_store + m * 2048);
       p[m][0] = words.x, p[m][1] = words.y, p[m][2] = words.z, p[m][3] = words.w;
     }
-    release(shared.p_empty);
     ptx::wgmma_wait<1>();
     ptx::wgmma_tie(x);
 #pragma unroll
@@ -241,12 +240,14 @@ struct D256Consumer {
                          Op::to_float(static_cast<uint16_t>(pair >> 16)) * (x[e + 1] + row.y));
       }
     }
-    release(shared.dout_empty[dout_stage]);
     wait_for(shared.ds_empty, iter + 1);
     poison_pieces(ds_store + iter % 2 * kBox, 4, 2048);
 #pragma unroll
     for (int m = 0; m < 4; ++m) ptx::stmatrix_x4_trans(ds_store + iter % 2 * kBox + m * 2048, p[m]);
     ptx::fence_proxy_async();
+    // Not before: loads of P and delta may be in flight until dS has been computed from them.
+    release(shared.p_empty);
+    release(shared.dout_empty[dout_stage]);
     release(shared.ds_full);
   }
   // Consumer 1: dP^T, dS^T, dK.

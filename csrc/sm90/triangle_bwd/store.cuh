@@ -29,9 +29,11 @@ __device__ __forceinline__ void add_dq(TriangleStorage<C>& shared, const Triangl
 #pragma unroll 1
   for (uint32_t i = 0; i < work.count; ++i) {
     sleep_for(shared.member_full[i % 2], i / 2);
-    const bool hidden = shared.member[i % 2].hidden;
-    const uint64_t first = uint64_t{shared.member[i % 2].batch_head} * a.q_blocks;
-    arrive_at(shared.member_empty[i % 2]);
+    const uint32_t hidden = shared.member[i % 2].hidden;
+    const uint32_t batch_head = shared.member[i % 2].batch_head;
+    const uint64_t first = uint64_t{batch_head} * a.q_blocks;
+    ptx::mbarrier_arrive_after(ptx::shared_address(&shared.member_empty[i % 2]),
+                               hidden ^ batch_head);
     if (hidden && !passes) continue;
 #pragma unroll 1
     for (int step = 0; step < C::kSteps; ++step) {
@@ -124,7 +126,10 @@ __device__ __forceinline__ void store_dk_dv(TriangleStorage<C>& shared, const Tr
     const Member member = shared.member[i % 2];
     const bool hidden = member.hidden;
     __syncwarp();
-    if (lane0) arrive_at(shared.member_empty[i % 2]);
+    if (lane0)
+      ptx::mbarrier_arrive_after(
+          ptx::shared_address(&shared.member_empty[i % 2]),
+          member.hidden ^ member.head ^ member.batch0 ^ member.batch1 ^ member.batch_head);
     if (!hidden) sleep_for(shared.sums_full, count++);
     if (a.panels == 1) {
       ptx::bulk_wait_read<0>();  // stores of the previous member

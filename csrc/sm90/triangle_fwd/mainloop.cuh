@@ -52,7 +52,7 @@ struct Consumer {
   RowStatistics rows;
   KeyRing<C> keys;
   int member;         // index in the unit
-  uint32_t used = 0;  // the barrier of K and V whose P V is in flight
+  uint32_t used = 0;  // the barrier of Q, or of K and V, that products in flight read
   BiasRing<C> bias;
 
   __device__ __forceinline__ Consumer(SharedStorage<C>& shared_, const Args& a_, int w_)
@@ -86,7 +86,7 @@ struct Consumer {
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d)
       ptx::ldmatrix_x4(q[d], tile + fwd::swizzled<64>(warp_row + lane % 16, d * 2 + lane / 16));
-    release(shared.q_empty[w]);
+    used = ptx::shared_address(&shared.q_empty[w]);  // released when the first product has read q
 #pragma unroll
     for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.f;
     rows.sum[0] = rows.sum[1] = 0.f;
@@ -114,7 +114,7 @@ struct Consumer {
     }
   }
   // S starts from the bias.
-  __device__ __forceinline__ void start_scores(bool frees_bias) {
+  __device__ __forceinline__ void start_scores() {
     wait_bias();
     const uint32_t stage = ptx::shared_address(shared.bias[bias.stage]);
     if (prepared)
@@ -122,8 +122,6 @@ struct Consumer {
     else
       read_bias<Op, C>(s, stage + C::kBiasStart + w % C::kRowTiles * C::kBiasTileBytes,
                        a.plan.bias_factor);
-    if (frees_bias) release(shared.bias_empty[bias.stage]);
-    bias.next();
   }
   // S += Q K^T
   __device__ __forceinline__ void issue_qk() {
@@ -170,11 +168,14 @@ struct Consumer {
     const int block_last = ptx::redux_max(static_cast<int>(given.z));  // to uniform registers
     block = block_last >> 1;
     skip_bias(block - before - 1, frees_bias);
-    start_scores(frees_bias);
+    start_scores();
     ptx::wgmma_fence();
     issue_qk();
     wait_products();
-    if (before >= 0) release(used);
+    // Not before: loads of q and bias may still be in flight until a product has read them.
+    release(used);
+    if (frees_bias) release(shared.bias_empty[bias.stage]);
+    bias.next();
     used = kv_empty + keys.stage * 8;
     member = static_cast<int>(given.w);
     const uint32_t shown[2] = {given.x, given.y};

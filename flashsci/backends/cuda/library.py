@@ -16,8 +16,9 @@ from torch import Tensor
 
 from flashsci.call import paged_ops
 from flashsci.call.op_checks import on_one_device
-from flashsci.call.ops import Tensors, fake_backward, fake_forward, register_vmap
+from flashsci.call.ops import Tensors, empty_like_layout, fake_backward, fake_forward, register_vmap
 from flashsci.call.schemas import LIBRARY
+from flashsci.call.torch_state import tracer_paused
 
 ops: Any = None  # (forward, backward) of the loaded library, as torch has them
 handle: ctypes.CDLL | None = None  # the same library for calls without torch's dispatcher
@@ -65,6 +66,9 @@ def _load_now() -> str | None:
         for op, fake in zip(found, fakes, strict=True):
             torch.library.register_fake(op.name(), on_one_device(fake), lib=LIBRARY)
             register_vmap(op)
+        torch.library.register_fake(
+            namespace.cuda_fp8_forward.default.name(), on_one_device(_fake_fp8_forward), lib=LIBRARY
+        )
         if hasattr(namespace, "cuda_paged_attention"):  # absent in a library of an older tree
             paged_ops.register_fake("cuda_paged_attention")
         handle, ops = library, found
@@ -92,6 +96,12 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, *given: Any) -> tup
     need = given[len(_INPUTS) + len(_OPTIONS)]  # `weighted` may follow
     left, right = (given[len(_INPUTS) + _OPTIONS.index(name)] for name in ("window_left", "window_right"))
     return fake_backward(Tensors(*given[:4]), need, left >= 0 or right >= 0)[:4]
+
+
+def _fake_fp8_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    out_dtype = torch.float16 if given[-1] else torch.bfloat16
+    out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), out_dtype)
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def build_info() -> dict[str, Any] | None:
@@ -140,7 +150,9 @@ def unavailable() -> str | None:
 
 def _ask_driver() -> str | None:
     """Why the loaded library cannot run here, or None."""
-    if not torch.ops.flashsci.sees_torch_cuda():
+    with tracer_paused():  # torch.jit.trace records no op that gives a bool
+        has_cuda = torch.ops.flashsci.sees_torch_cuda()
+    if not has_cuda:
         return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device (no GPU, or no working NVIDIA driver)"

@@ -1,9 +1,9 @@
 """The Triton backend: every feature of the specification, on any GPU that Triton supports.
 
 kernels/ holds one file for each idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq),
-backward_keys.py (dk, dv), backward_small*.py, bias_gradient.py, copy_bias.py; for the second order jvp.py, second_jvp.py
-and double_backward_*.py; for wide heads, whose scores are held in memory, wide_*.py; paged.py and paged_cache.py for paged KV
-caches; fp8.py for 8-bit floats; gated.py for a gate of pairs; mask_tiles.py for the tables of tiles of a mask; map_rows.py
+backward_keys.py (dk, dv), backward_small*.py, bias_gradient.py, copy_bias.py; for the second order jvp.py, second_jvp.py and
+double_backward_*.py; for wide heads, whose scores are held in memory, wide_*.py; paged.py and paged_cache.py for paged KV
+caches; fp8.py for 8-bit floats; gated.py and gated_second_order.py for a gate of pairs; mask_tiles.py for the tables of tiles of a mask; map_rows.py
 and map_keys.py for attention maps; laplacian.py for the forward Laplacian.
 They share groups.py (groups of arguments), coord.py (the place where a program works), chunks.py (tiles of rows), scores.py,
 tiles.py, dropout.py and tangents.py.
@@ -30,15 +30,16 @@ from flashsci.backends.triton.plans import (  # noqa: F401
     dense,
     fp8,
     gated,
+    gated_second_order,
     laplacian,
     maps,
     mask_tiles,
     paged,
     residual,
-    second_jvp as second_jvp_plans,
     second_order,
 )
-from flashsci.call import derivatives, fp8_ops, kinds, ops
+from flashsci.backends.triton.plans.second_jvp import second_jvp as second_tangents
+from flashsci.call import derivatives, fp8_ops, gate_ops, kinds, ops
 from flashsci.call.laplacian_tensors import LaplacianTensors
 from flashsci.call.ops import Saved, Scalars, Tensors
 from flashsci.call.problem import Problem
@@ -54,8 +55,14 @@ _KEYS = ("CUDA", "CPU") if INTERPRETED else ("CUDA",)
 forward = ops.define("triton", "forward", checks.forward(dense.forward), _KEYS)
 backward = ops.define("triton", "backward", checks.backward(dense.backward), _KEYS)
 jvp = ops.define("triton", "jvp", checks.jvp(second_order.jvp), _KEYS)
-second_jvp = ops.define("triton", "second_jvp", checks.second_jvp(second_jvp_plans.second_jvp), _KEYS)
+second_jvp = ops.define("triton", "second_jvp", checks.second_jvp(second_tangents), _KEYS)
 double_backward = ops.define("triton", "double_backward", checks.double_backward(second_order.double_backward), _KEYS)
+#: The functions of calls with a gate of pairs.
+gated_calls = gate_ops.define(
+    "triton",
+    gate_ops.GatedKernels(gated.forward, gated.backward, gated_second_order.jvp, gated_second_order.double_backward),
+    _KEYS,
+)
 
 
 def prepared_forward(tensors: Tensors, scalars: Scalars) -> Any:
@@ -111,7 +118,7 @@ def rejects(problem: Problem) -> str | None:
             f"sm_{problem.capability[0]}{problem.capability[1]} has no bfloat16 instructions (sm_80 and newer have); "
             "use float16 or float32"
         )
-    if problem.alibi_further or (problem.alibi_grad and problem.sink):
+    if problem.alibi_further or (problem.alibi_grad and (problem.sink or "pair_gate" in problem.given)):
         return derivatives.lacks("triton", "alibi_slopes")
     if problem.sink and problem.key_weight_grad:
         return "key weights beside a sink have no gradient here, where a row's may all be zero"

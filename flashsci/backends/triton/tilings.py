@@ -16,6 +16,7 @@ HOPPER_16BIT: Tiles = {
         64: (64, 64, 4, 3),
         128: (64, 64, 4, 3),
         256: (128, 64, 8, 2),
+        384: (64, 32, 8, 1),
         512: (64, 32, 4, 1),
     },
     "dq": {
@@ -148,7 +149,7 @@ FP32: Tiles = {
     "double_backward_bias": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 HOPPER_FP32 = FP32 | {
-    "forward": FP32["forward"] | {32: (64, 32, 4, 2), 128: (64, 64, 4, 1)},
+    "forward": FP32["forward"] | {32: (64, 32, 4, 2), 128: (64, 64, 4, 1), 384: (32, 32, 8, 1)},
     "dq": FP32["dq"] | {32: (64, 64, 4, 1), 64: (64, 64, 4, 1), 128: (32, 32, 4, 2)},
     "dkdv": FP32["dkdv"] | {32: (64, 64, 4, 1), 64: (32, 32, 2, 1), 128: (32, 32, 4, 1)},
     "second_jvp": FP32["second_jvp"] | {32: (64, 32, 4, 1), 64: (64, 16, 4, 1)},
@@ -258,7 +259,7 @@ def config(
     if kernel == "second_jvp" and dtype == torch.float32 and width > 32 and block_m == 32:
         block_m, block_n = 16, 16
     # A tile that both wgmma and mma read gets one buffer too few from Triton 3.6, which overwrites it while wgmma reads.
-    if both_ways and block_m < 64 <= block_n:
+    if both_ways and min(block_m, block_n) < 64 <= max(block_m, block_n):
         stages = 1
     return block_m, block_n, warps, stages, *registers
 

@@ -106,7 +106,7 @@ def test_opcheck():
     tensors = Tensors(*(x.detach() for x in drawn(2)), torch.randn(2, 1, 9, 11))
     scalars = Scalars(-1, -1, 0.25, 2.0, 3, 0, False, 0.0, "default", False, True)
     gate = torch.randn(1, 4, 9, 11)
-    out, lse = triton.gated.OPS.forward(tensors, gate, scalars)
+    out, lse = triton.gated_calls.forward(tensors, gate, scalars)
     torch.library.opcheck(torch.ops.flashsci.triton_gated_forward.default, (*tensors, gate, *scalars))
     for need in (63, 32, 5):
         given = (torch.randn_like(out), None, *tensors, gate, out, lse, *scalars, need)

@@ -33,6 +33,7 @@ from tests.support.distributed_calls import (
     force_problem,
     force_step,
     forces,
+    heads_of_ranks,
     inside_torchs_context_parallel,
     judge,
     own_communicator,
@@ -212,6 +213,11 @@ def test_the_ring_counts_the_flops_of_its_rank(ranks):
 @pytest.mark.slow
 def test_dtensors_compile_in_one_graph(ranks):
     assert all(ranks.run(compiled_shards, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_heads_of_ranks(ranks, dtype):
+    assert all(ranks.run(heads_of_ranks, 2, dtype=dtype))
 
 
 def test_tensor_parallel_layer(ranks):

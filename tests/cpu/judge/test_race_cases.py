@@ -179,6 +179,7 @@ def harness(monkeypatch):
     spec.loader.exec_module(module)
     for name, value in (("REPEATS", 4), ("DEVICE", torch.device("cpu")), ("ON_GPU", False)):
         monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module.Repeats, "SMALL", 0)
     dense = [
         Shape("many", 2, 4, 2, 20, 16),
         Shape("empty rows first", 1, 2, 1, 40, 16, lower_right=True),
@@ -210,6 +211,17 @@ def harness(monkeypatch):
 )
 def test_honest_results_pass(harness, kind):
     harness.run_call(Call("reference", "bfloat16", 16, 8, **kind))
+
+
+def test_small_calls_are_repeated_more_often(harness, monkeypatch):
+    monkeypatch.setattr(harness.Repeats, "SMALL", 2000)
+    made = []
+    compare = harness.Compared.add
+    monkeypatch.setattr(
+        harness.Compared, "add", lambda self, *given: (made.append(len(given[1])), compare(self, *given))
+    )
+    harness.run_call(Call("reference", "bfloat16", 16, 8, causal=True))
+    assert set(made) == {4, 20}
 
 
 @pytest.mark.parametrize("packed", (False, True))

@@ -57,6 +57,20 @@ def test_many_keys_without_directions():
     require(kernels.compute(tensors, 0.3), tensors, 0.3)
 
 
+@pytest.mark.parametrize("scale", [0.3, 30.0])
+@pytest.mark.parametrize("seen", ["last tile", "other tiles by row", "one key"])
+def test_slopes_are_centred_by_another_tile(seen, scale):
+    """The mean over the first tile that a row sees stands for that over all of its keys; huge slopes where P is small."""
+    tensors = tensors_of(SHAPES["many keys"]._replace(bias=(70, 75)))
+    keys, rows = torch.arange(75), torch.arange(70)[:, None]
+    if seen == "one key":
+        tensors = tensors._replace(bias=torch.where(keys == 70, 20.0, tensors.bias))
+    else:
+        tensors = tensors._replace(mask=(keys >= 64).expand(70, 75) if seen == "last tile" else keys >= rows)
+    tensors = tensors._replace(k_jacobian=tensors.k_jacobian * torch.where(keys < 40, 100.0, 1.0)[:, None])
+    require(kernels.compute(tensors, scale), tensors, scale)
+
+
 def test_huge_scores():
     tensors = tensors_of(SHAPES["mask"])
     tensors = tensors._replace(bias=tensors.bias * 1e4)

@@ -6,6 +6,7 @@ Tiles     q, tq, dO and the fp32 gq stay on chip; k, tk, v, tv stream: 7 product
 Limits    registers: four score tiles (S, T, dO V^T, dO tV^T) and one accumulator
 """
 
+import triton
 import triton.language as tl
 
 from .backward_queries import ROW_SUMS, STORE
@@ -21,6 +22,7 @@ from .chunks import (
 )
 from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
+from .gate import gate_tile, times, times_tangent
 from .kernel import kernel
 from .scores import (
     alibi_of,
@@ -48,6 +50,22 @@ def double_backward_queries_kernel(
     i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
+    second_order_queries_of(
+        inputs, tangents, None, None, lse, dout, mean, delta, zeta, gq, gbias, i0, at, span,
+        strides, tangent_strides, dout_strides, gq_strides, gbias_strides, sizes, mod,
+        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, TBIAS, TBIAS_VECTOR, BIAS_GRADIENT, GBIAS_VECTOR, 0, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def second_order_queries_of(
+    inputs, tangents, gate, tgate, lse, dout, mean, delta, zeta, gq, gbias, i0, at, span,
+    strides, tangent_strides, dout_strides, gq_strides, gbias_strides, sizes, mod,
+    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr,
+    BIAS_GRADIENT: tl.constexpr, GBIAS_VECTOR: tl.constexpr, GATE_VECTOR: tl.constexpr, TGATE_VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The results of one query tile, stored. gate, tgate: as `gate_of` makes them of the gate and its tangent."""
     i = i0 + tl.arange(0, BLOCK_M)
     row = span.start_q + i0
     rows_left = span.len_q - i0
@@ -109,6 +127,9 @@ def double_backward_queries_kernel(
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
             dp = drop(dp, keep, mod)
             tdp = drop(tdp, keep, mod)
+            factor = gate_tile(gate, i, j, span, GATE_VECTOR, False)
+            tdp = times_tangent(dp, tdp, factor, gate_tile(tgate, i, j, span, TGATE_VECTOR, False))
+            dp = times(dp, factor)
             bend = softcap_bend(products, s, slope, mod, F)
             _w, f, e_raw, f_raw, _g = second_order(
                 p, bare, t, raw_t, tweights, dp - row_delta[:, None], tdp - row_zeta[:, None], row_mean, slope, bend, F, False

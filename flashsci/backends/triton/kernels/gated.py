@@ -16,7 +16,7 @@ from .chunks import aligned, load_rows, rows_of, score_chunks
 from .coord import flat_row, key_tile, query_tile
 from .dropout import drop, dropout_keep
 from .forward import AGAIN_N, attend, finish
-from .gate import gate_of, gated
+from .gate import gate_of, gated, pair_step, store_sums
 from .kernel import kernel
 from .scores import (
     LN2,
@@ -28,7 +28,6 @@ from .scores import (
     of_addends,
     probabilities,
     scores,
-    store_plane,
 )
 
 
@@ -105,25 +104,31 @@ def pair_sums_kernel(
     inputs, gate, dout, reference, delta, sums, strides, gate_strides, dout_strides, sums_strides, own, shared, sharing, sizes, mod,
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATE_VECTOR: tl.constexpr, SUMS_VECTOR: tl.constexpr, OF_GATE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """For each pair the sum of a gradient over the heads and batch members that share it: of the gate (OF_GATE), or of a bias."""
-    i0, tile_k, split, block, span = bias_tile(tl.program_id(0), inputs, own, sharing, sizes, mod, BLOCK_M, False)
-    if i0 >= span.len_q:
+    """For each pair the sum of a gradient over the heads and batch members that share it: of the gate (OF_GATE), or of a bias.
+
+    Without ROWS a gate has one row for all queries, and there is a sum for each key; without COLUMNS one for each query.
+    """
+    own_i, tile_k, split, block, span = bias_tile(tl.program_id(0), inputs, own, sharing, sizes, mod, BLOCK_M, False)
+    if own_i >= span.len_q:
         return
-    i = i0 + tl.arange(0, BLOCK_M)
-    inside = i < span.len_q
-    rows_left = span.len_q - i0
+    own_j = tile_k * BLOCK_N
     first = split * sharing.members_per_split
     last = tl.minimum(first + sharing.members_per_split, sharing.members)
-    sums += split.to(tl.int64) * aligned(sharing.split_stride, SUMS_VECTOR)
-    plane = dense_plane(sums, sums_strides, block, span, SUMS_VECTOR)
-    j0 = tile_k * BLOCK_N
-    j = j0 + tl.arange(0, BLOCK_N)
-    columns_left = span.len_k - j0
-    if unseen(i0, j0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW):  # its gradient is zero
+    hidden = False
+    if ROWS and COLUMNS:
+        hidden = unseen(own_i, own_j, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
+    if hidden:  # its gradient is zero
         last = first
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for m in tl.range(first, last):
+    for n in tl.range(first, last):
+        m, i0, j0 = pair_step(n, own_i, own_j, shared, BLOCK_M, BLOCK_N, ROWS, COLUMNS)
+        i = i0 + tl.arange(0, BLOCK_M)
+        j = j0 + tl.arange(0, BLOCK_N)
+        inside = i < span.len_q
+        rows_left = span.len_q - i0
+        columns_left = span.len_k - j0
         at = sharer(block, m, shared, sizes, False)
         position = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, False) + i
         q_rows = load_rows(inputs.q, strides.q, at, at.h, i0, rows_left, sizes.head_dim, BLOCK_M, D)
@@ -135,8 +140,8 @@ def pair_sums_kernel(
         bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
         mask = mask_of(inputs, strides, at, span, F)
         alibi = alibi_of(inputs, strides, at, sizes, F)
-        # Columns beyond the keys hold any values, and are not stored.
-        s, slope = scores(products, i, j, bias, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)
+        # With COLUMNS those beyond the keys hold any values, and are not stored.
+        s, slope = scores(products, i, j, bias, mask, alibi, span, mod, F, FOLD, not COLUMNS, F.WINDOW, False)
         row_reference = tl.load(reference + position, mask=inside, other=float("inf"))
         weights = load_weights(inputs.weight, strides.weight, at, span, j)
         p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
@@ -149,4 +154,6 @@ def pair_sums_kernel(
             dp = gated(dp, of_head, i, j, span, GATE_VECTOR, False)
             row_delta = tl.load(delta + position, mask=inside, other=0.0)
             total += of_addends(p * (dp - row_delta[:, None]), slope, F)
-    store_plane(plane, i, j, span.len_k, total, SUMS_VECTOR)
+    sums += split.to(tl.int64) * aligned(sharing.split_stride, SUMS_VECTOR)
+    results = dense_plane(sums, sums_strides, block, span, SUMS_VECTOR)
+    store_sums(results, own_i, own_j, span, total, BLOCK_M, BLOCK_N, SUMS_VECTOR, ROWS, COLUMNS)

@@ -101,9 +101,6 @@ class DensePlan:
         elif self.varlen:
             self.lengths = tuple(3 * size // (2 * max(sequences, 1)) for size in self.lengths)
 
-        vector = 16 // dtype.itemsize
-        steps = (self.head_dim, self.head_dim_v, *(s for stride in strides for s in stride[:-1]))
-        vector = vector if all(s % vector == 0 for s in steps) else 1
         precise = products(precision, dtype, device.capability)
         dims = self.head_dim, self.head_dim_v
         dense = not (self.varlen or self.empty)
@@ -112,9 +109,16 @@ class DensePlan:
             # Triton 3.6 makes wrong code of these together with TF32 products (sm_90): P of some keys is lost or
             # misplaced.
             precise = "ieee" if dtype == torch.float32 else precise
-        kind = vector > 1, precise != "tf32x3"
-        d0, d1 = tilings.head_chunks(dims[0], *kind, dims[1])
-        v0, v1 = tilings.head_chunks(dims[1], *kind, dims[0])
+        self.vector = self.row_vector((*q_shape[-1:], *v_shape[-1:]), strides)
+        # Heads this wide have tiles of fewer than 64 rows in fp32: no wgmma, which the rules for unaligned rows are for.
+        few_rows = dtype == torch.float32 and max(dims) > 128
+        of_k = of_v = self.vector
+        if few_rows or max(dims) > 256:  # where nothing is loaded ahead; q, k, v, dout, out, tq, tk, tv
+            of_k = self.row_vector(dims[:1], (*strides[:2], *strides[5:7]))
+            of_v = self.row_vector(dims[1:], (*strides[2:5], *strides[7:]))
+        deep = precise != "tf32x3"
+        d0, d1 = tilings.head_chunks(dims[0], few_rows or of_k > 1, deep, dims[1])
+        v0, v1 = tilings.head_chunks(dims[1], few_rows or of_v > 1, deep, dims[0])
         self.strides = tuple(strides4(stride) for stride in strides)
 
         self.ragged = ragged
@@ -166,14 +170,21 @@ class DensePlan:
                 BIAS=bias_kind, BIAS_VECTOR=bias_vector, RAGGED=ragged, MASK=mask_kind, MASK_VECTOR=mask_vector,
                 CAPS_BIAS=caps_bias and softcap > 0.0 and (bias is not None or alibi is not None), TILES=self.tiles,
             ),
-            "D": Chunks(d0, d1, d0 + d1 != self.head_dim, vector),
-            "V": Chunks(v0, v1, v0 + v1 != self.head_dim_v, vector),
+            "D": Chunks(d0, d1, d0 + d1 != self.head_dim, of_k),
+            "V": Chunks(v0, v1, v0 + v1 != self.head_dim_v, of_v),
             "FOLD": bias is None and weight is None and alibi is None and softcap == 0.0 and scale > 0.0,
             "PRECISION": precise,
         }  # fmt: skip
 
-    def tiled(self, kernel: str) -> tuple[int, dict]:
-        """Query (of BY_KEYS: key) tiles of a head, and the arguments with the tile sizes."""
+    def row_vector(self, dims: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> int:
+        """The elements of one load of rows of these head dims and strides: 16 bytes, where all are multiples of it."""
+        vector = 16 // self.dtype.itemsize
+        steps = (*dims, *(s for stride in strides for s in stride[:-1]))
+        return vector if all(s % vector == 0 for s in steps) else 1
+
+    def tiled(self, kernel: str, gated: bool = False) -> tuple[int, dict]:
+        """Query (of BY_KEYS: key) tiles of a head, and the arguments with the tile sizes. gated: tiles of a gate stream, as those
+        of a bias do."""
         block_m, block_n, warps, stages, *registers = tilings.config(
             kernel,
             self.device.capability,
@@ -181,7 +192,7 @@ class DensePlan:
             self.precision,
             self.head_dim,
             self.head_dim_v,
-            self.bias_mask or bool(self.tiles),
+            self.bias_mask or bool(self.tiles) or gated,
             *self.lengths,
         )
         if self.tiles and max(block_m, block_n) > TILE:  # a step is a tile of the table, or a part of it
@@ -194,9 +205,9 @@ class DensePlan:
             arguments["maxnreg"] = registers[0]
         return tiles, arguments
 
-    def scheduled(self, kernel: str) -> tuple[int, dict]:
+    def scheduled(self, kernel: str, gated: bool = False) -> tuple[int, dict]:
         """Programs that cover the tiles of all heads once, and their arguments."""
-        tiles, arguments = self.tiled(kernel)
+        tiles, arguments = self.tiled(kernel, gated)
         by_keys = kernel in tilings.BY_KEYS
         heads = self.batch * (self.heads_k if by_keys else self.heads)
         # Without a window all tiles take the same time: one head after the other. Otherwise the longest come first,
@@ -226,14 +237,15 @@ class DensePlan:
         return self.split(arguments, tiles, tiles_k)
 
     def split(
-        self, arguments: dict, tiles: int, tiles_k: int, shape: tuple[int, ...] | None = None
+        self, arguments: dict, tiles: int, tiles_k: int, shape: tuple[int, ...] | None = None, along: int = 1
     ) -> tuple[int, dict, int]:
-        """The same for tiles that cover a block of the bias, or of another tensor of this shape."""
+        """The same for tiles that cover a block of the bias, or of another tensor of this shape. along: the tiles of
+        each member that are summed."""
         shape = self.bias_shape if shape is None else shape
         own = (1, 1, shape[0]) if self.ragged else (1, 1, 1, *shape[:-2])[-3:]
         full = (*self.lead, self.heads)
         shared = tuple(n // m for n, m in zip(full, own, strict=True))
-        blocks, members = math.prod(own), math.prod(shared)
+        blocks, members = math.prod(own), along * math.prod(shared)
         programs = blocks * tiles * tiles_k
         # Enough splits to fill the device several times over, but each long enough to be worth its fp32 copy of the
         # bias.

@@ -9,19 +9,26 @@ import torch
 import triton
 from torch import Tensor
 
-from flashsci.backends.triton.kernels.laplacian import (
-    few_keys_kernel,
-    jacobian_kernel,
-    laplacian_kernel,
-    output_kernel,
-)
+from flashsci.backends.triton.kernels.laplacian import jacobian_kernel, laplacian_kernel, output_kernel
 from flashsci.backends.triton.launcher import Launch, device_of
 from flashsci.backends.triton.plans import dense
 from flashsci.call import laplacian_ops
 from flashsci.call.laplacian_tensors import LaplacianTensors
 
-FEW = 64  # keys of one tile
-WAVES = 2  # programs of a multiprocessor, below which the directions are divided among several
+WAVES = 8  # programs of a multiprocessor, below which the directions are divided among several
+# (BLOCK_M, BLOCK_N, warps) for head dims up to the key: the largest tiles that do not spill.
+TILES = {32: (32, 32, 2), 64: (32, 16, 2), 128: (16, 32, 4)}
+SMALL = {64: (16, 16, 1), 128: (16, 16, 2)}
+
+
+def tiles_of(width: int, rows: int, keys: int, vector: int) -> tuple[int, int, int]:
+    """The tile for these sizes. A small one if it saves a quarter of the scores, or if a load is of fewer than four numbers, whose
+    addresses take registers."""
+    if vector < 4:
+        return SMALL[128]
+    large, small = (next(tile for most, tile in table.items() if width <= most) for table in (TILES, SMALL))
+    scores = [triton.cdiv(rows, m) * m * triton.cdiv(keys, n) * n for m, n, _ in (large, small)]
+    return small if 4 * scores[1] <= 3 * scores[0] else large
 
 
 class Sizes(NamedTuple):
@@ -35,6 +42,7 @@ class Sizes(NamedTuple):
     dim: int
     dim_v: int
     directions: int
+    parts: int  # of the directions
     step: int  # directions of a part
     scale: float
 
@@ -63,73 +71,63 @@ class _Call:
         self.shape = *q.shape[:-1], v.shape[-1]
         self.sizes = Sizes(
             batch, heads, heads // heads_k, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], tensors.directions,
-            tensors.directions, scale,
+            1, tensors.directions, scale,
         )  # fmt: skip
         self.device = device_of(q.device)
-        self.blocks = {
-            "BLOCK_N": min(FEW, max(16, triton.next_power_of_2(k.shape[-2]))),
-            "BLOCK_D": max(16, triton.next_power_of_2(q.shape[-1])),
+        vector = math.gcd(16 // q.element_size(), q.shape[-1], v.shape[-1])
+        block_m, block_n, warps = tiles_of(max(q.shape[-1], v.shape[-1]), q.shape[-2], k.shape[-2], vector)
+        precise = dense.products("default", torch.float32, self.device.capability)
+        self.arguments = {
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_D": 16,
             "BLOCK_V": max(16, triton.next_power_of_2(v.shape[-1])),
-            "PRECISION": dense.products("default", torch.float32, self.device.capability),
+            "VECTOR": vector,
+            "PRECISION": precise,
+            # 16 bits fit a single TF32 product.
+            "SCORES": "tf32" if precise == "tf32x3" and q.element_size() == 2 else precise,
+            "num_warps": warps,
+            "num_stages": 1,
         }
         self.strides = of_bias, of_mask
 
-    def launch(self, kernel, rows: int, parts: int, sizes: Sizes, *tensors: Tensor | None) -> None:
-        """Launch with tiles of so many rows, for each head and each part of the directions."""
-        tiles = triton.cdiv(sizes.rows, rows)
-        arguments = self.blocks | {
-            "strides": self.strides,
-            "sizes": sizes,
-            "BLOCK_M": rows,
-            "num_warps": 8 if rows * max(self.blocks["BLOCK_D"], self.blocks["BLOCK_V"]) >= 2048 else 4,
-            "num_stages": 1,
-        }
-        Launch(kernel, parts * sizes.batch * sizes.heads * tiles, arguments)(*tensors)
+    def programs(self) -> int:
+        """The tiles of rows of all heads."""
+        return self.sizes.batch * self.sizes.heads * triton.cdiv(self.sizes.rows, self.arguments["BLOCK_M"])
+
+    def shared(self) -> Sizes:
+        """The sizes with as many parts of the directions as keep the processors busy."""
+        directions = self.sizes.directions
+        parts = max(1, min(directions, WAVES * self.device.processors // self.programs()))
+        step = max(1, triton.cdiv(directions, parts))
+        return self.sizes._replace(parts=max(1, triton.cdiv(directions, step)), step=step)
+
+    def launch(self, kernel, sizes: Sizes, *tensors: Tensor | None) -> None:
+        """Launch for each tile of rows, each head and each part of the directions."""
+        arguments = self.arguments | {"strides": self.strides, "sizes": sizes}
+        Launch(kernel, sizes.parts * self.programs(), arguments)(*tensors)
 
 
 def compute(tensors: LaplacianTensors, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Output, Jacobian and Laplacian of a checked call, in the dtype of q."""
+    out, jacobian, laplacian = laplacian_ops.empty_results(tensors)
     if not (tensors.q.numel() and tensors.k.numel() and tensors.v.numel()):
-        out, jacobian, laplacian = laplacian_ops.empty_results(tensors)
         return out.zero_(), jacobian.zero_(), laplacian.zero_()
     call = _Call(tensors, scale)
-    few = tensors.k.shape[-2] <= FEW
-    out, jacobian, laplacian = (_of_few_keys if few else _of_many_keys)(call, tensors)
-    dtype = tensors.q.dtype
-    return out.to(dtype), jacobian.to(dtype), laplacian.to(dtype)
-
-
-def _of_few_keys(call: _Call, tensors: LaplacianTensors) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, q = call.sizes, tensors.q
-    rows = min(64, max(16, triton.next_power_of_2(sizes.rows)))
-    programs = sizes.batch * sizes.heads * triton.cdiv(sizes.rows, rows)
-    parts = max(1, min(sizes.directions, WAVES * call.device.processors // programs))
-    step = max(1, triton.cdiv(sizes.directions, parts))
-    parts = max(1, triton.cdiv(sizes.directions, step))
-    out = q.new_empty(call.shape, dtype=torch.float32)
-    jacobian = q.new_empty((sizes.directions, *call.shape), dtype=torch.float32)
-    laplacian = q.new_empty((parts, *call.shape), dtype=torch.float32)
-    given = (*call.rows, call.bias, call.mask, out, jacobian, laplacian)
-    call.launch(few_keys_kernel, rows, parts, sizes._replace(step=step), *given)
-    return out, jacobian, laplacian.sum(0) if parts > 1 else laplacian[0]
-
-
-def _of_many_keys(call: _Call, tensors: LaplacianTensors) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, q = call.sizes, tensors.q
-    out = q.new_empty(call.shape, dtype=torch.float32)
-    lse = q.new_empty(call.shape[:-1], dtype=torch.float32)
-    jacobian = q.new_empty((sizes.directions, *call.shape), dtype=torch.float32)
-    means = q.new_empty((sizes.directions, *lse.shape), dtype=torch.float32)
-    rows, call.blocks["BLOCK_N"] = 64, 32
+    sizes, wide = call.sizes, out.new_empty(0, dtype=torch.float32)
+    precise = wide.new_empty(call.shape)
+    lse = wide.new_empty(call.shape[:-1])
+    means = wide.new_empty((sizes.directions, *lse.shape))
     slopes, curvatures = call.rows[:6], call.rows[6:]
-    call.launch(output_kernel, rows, 1, sizes, *slopes[:3], call.bias, call.mask, out, lse)
-    given = (*slopes, call.bias, call.mask, lse, jacobian, means)
+    call.launch(output_kernel, sizes, *slopes[:3], call.bias, call.mask, precise, lse)
+    given = *slopes, call.bias, call.mask, precise, lse
     if sizes.directions:
-        call.launch(jacobian_kernel, rows, sizes.directions, sizes, *given)
-    laplacian = torch.empty_like(out)
-    given = (*slopes, *curvatures, call.bias, call.mask, lse, means, out, laplacian)
-    call.launch(laplacian_kernel, rows, 1, sizes, *given)
-    return out, jacobian, laplacian
+        call.launch(jacobian_kernel, sizes._replace(parts=sizes.directions), *given, jacobian, means)
+    sizes = call.shared()
+    shares = wide.new_empty((sizes.parts, *call.shape))
+    given = *slopes, *curvatures, call.bias, call.mask, precise, lse
+    call.launch(laplacian_kernel, sizes, *given, means, shares)
+    return out.copy_(precise), jacobian, laplacian.copy_(shares.sum(0) if sizes.parts > 1 else shares[0])
 
 
 _KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)

@@ -73,8 +73,8 @@ def mask_tiles(mask: torch.Tensor) -> torch.Tensor:
     need(not mask.is_meta, "mask is on device meta, which has no values; move it to that of the kernels")
     mask = _blocks(mask)
     table = _empty(mask)
-    if table.numel() == 0:
-        return table
+    if mask.numel() == 0:  # no tile to list
+        return table.zero_()
     if mask.dim() > 5:
         mask = mask.reshape(-1, *mask.shape[-4:])
     classify, make = launches(mask.device, tuple(mask.shape), mask.stride())

@@ -61,6 +61,10 @@ def bias_layout(plan: DensePlan, tbias: tuple | None) -> tuple[int, int, tuple[i
 class SecondOrderLaunches:
     """The launches of one plan for one layout of the tangents of bias and key weights."""
 
+    jvp_kernel, queries_kernel, keys_kernel = jvp_kernel, double_backward_queries_kernel, double_backward_keys_kernel
+    wide_kernel = wide_double_backward_kernel
+    gated = False  # whether tiles of a gate stream
+
     def __init__(self, plan: DensePlan, tbias, tweight):
         self.plan = plan
         self.launches: dict = {}
@@ -78,17 +82,17 @@ class SecondOrderLaunches:
 
     def jvp(self, tout) -> Launch:
         if "jvp" not in self.launches:
-            programs, arguments = self.plan.scheduled("jvp")
+            programs, arguments = self.plan.scheduled("jvp", self.gated)
             arguments.update(self.tangents, out_strides=self.out_strides, tout_strides=strides_of(tout))
             if self.weighted:  # Triton 3.6 cannot compile some of these for one warp
                 arguments["num_warps"] = max(2, arguments["num_warps"])
-            self.launches["jvp"] = Launch(jvp_kernel, programs, arguments)
+            self.launches["jvp"] = Launch(self.jvp_kernel, programs, arguments)
         return self.launches["jvp"]
 
     def queries(self, gq, use: int, gbias) -> Launch:
         key = "queries", gq is None, use
         if key not in self.launches:
-            programs, arguments = self.plan.scheduled("double_backward_queries")
+            programs, arguments = self.plan.scheduled("double_backward_queries", self.gated)
             arguments.update(
                 self.tangents,
                 gq_strides=strides_of(gq),
@@ -96,15 +100,15 @@ class SecondOrderLaunches:
                 BIAS_GRADIENT=use,
                 GBIAS_VECTOR=self.plan.gradient_vector(gbias),
             )
-            self.launches[key] = Launch(double_backward_queries_kernel, programs, arguments)
+            self.launches[key] = Launch(self.queries_kernel, programs, arguments)
         return self.launches[key]
 
     def keys(self, gk, gv, column_sums: bool) -> Launch:
         key = "keys", gk is None, gv is None, column_sums
         if key not in self.launches:
-            programs, arguments = self.plan.scheduled("double_backward_keys")
+            programs, arguments = self.plan.scheduled("double_backward_keys", self.gated)
             arguments.update(self.tangents, gk_strides=strides_of(gk), gv_strides=strides_of(gv))
-            self.launches[key] = Launch(double_backward_keys_kernel, programs, arguments)
+            self.launches[key] = Launch(self.keys_kernel, programs, arguments)
         return self.launches[key]
 
     def whole(self, gq, gk, gv, tout, use: int, gbias) -> Launch:
@@ -130,7 +134,7 @@ class SecondOrderLaunches:
         """The launch between products of wide heads, for Wide (wide.py)."""
         if "wide" not in self.launches:
             tangents = {name: x for name, x in self.tangents.items() if name != "dout_strides"}
-            self.launches["wide"] = self.plan.wide.of_scores(wide_double_backward_kernel, 2, **tangents)
+            self.launches["wide"] = self.plan.wide.of_scores(self.wide_kernel, 2, **tangents)
         return self.launches["wide"]
 
     def bias(self, gbias) -> tuple[Launch, int]:
@@ -147,9 +151,9 @@ class SecondOrderLaunches:
         return self.launches["bias"]
 
 
-def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondOrderLaunches:
-    """The launches for these tensors (in the order of Inputs and Tangents). An absent tangent or dout has the layout
-    of its tensor."""
+def plan_along(inputs: tuple, tangents: tuple, dout, out, *rest) -> tuple[DensePlan, tuple]:
+    """The plan for these tensors (in the order of Inputs and Tangents), and the layouts of the tangents of bias and key weights.
+    An absent tangent or dout has the layout of its tensor."""
     q, k, v = inputs[:3]
     tq, tk, tv, tbias, tweight = tangents
     dout, tq, tk, tv = (like if x is None else x for x, like in ((dout, out), (tq, q), (tk, k), (tv, v)))
@@ -158,6 +162,12 @@ def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondO
         None if tbias is None else (tbias.shape, tbias.stride(), tbias.element_size()),
         None if tweight is None else (tweight.shape, tweight.stride()),
     )
+    return plan, key
+
+
+def second_order_of(*given) -> SecondOrderLaunches:
+    """The launches for the tensors of `plan_along`."""
+    plan, key = plan_along(*given)
     if key not in plan.second_orders:
         plan.second_orders[key] = SecondOrderLaunches(plan, *key)
     return plan.second_orders[key]
