@@ -65,9 +65,7 @@ def second_jvp(first: Tangents, second: Tangents, mixed: Tangents, first_lse, se
     still = all(x is None for x in mixed) and any(all(x is None for x in t) for t in along[:2])
     if result.numel() == 0 or k.shape[-2] == 0 or still:
         return result.zero_(), mean.zero_()
-    if (
-        max(q.shape[-1], v.shape[-1]) > 256
-    ):  # the plan then has alignments of q and k, and of v, by the first direction alone
+    if max(q.shape[-1], v.shape[-1]) > 256:  # there, alignments of a plan are those of the first direction
         along = [Tangents(*(None if x is None else x.contiguous() for x in t[:3]), *t[3:]) for t in along]
     rows = [like if x is None else x for t in along for x, like in zip(t[:3], (q, k, v), strict=True)]
     inputs = tuple(tensors)
