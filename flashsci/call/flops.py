@@ -21,7 +21,7 @@ from flashsci.call.problem import pairs_of
 
 #: Products over D and over Dv of each pass. The second order's are those that the formulas need, without repeated
 #: work of kernels.
-PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "double_backward": (7, 5)}
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "second_jvp": (9, 4), "double_backward": (7, 5)}
 #: Pairs that an op of a module above computes, by its name; that module adds them.
 PAIRS: dict[str, Callable[[dict[str, Any]], int]] = {}
 _BACKENDS = ("triton", "cuda", "reference_packed")

@@ -214,6 +214,10 @@ _GRADIENTS = ", ".join(f"Tensor {{0}}{name}" for name in Tangents._fields)
 FORWARD_SCHEMA = f"({_TENSOR_ARGS}, {_SCALAR_ARGS}) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = f"(Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> ({_GRADIENTS.format('d')})"
 JVP_SCHEMA = f"({_TANGENT_ARGS}, {_SAVED_ARGS}) -> (Tensor tout, Tensor tlse)"
+# Tangents along a first and a second direction, and of the former along the latter.
+_DIRECTIONS = ("t", "u", "tu")
+_SECOND_TANGENT_ARGS = ", ".join(arguments(Tangents, prefix=p) for p in _DIRECTIONS)
+SECOND_JVP_SCHEMA = f"({_SECOND_TANGENT_ARGS}, Tensor tlse, Tensor ulse, {_SAVED_ARGS}) -> (Tensor tuout, Tensor tulse)"
 DOUBLE_BACKWARD_SCHEMA = (
     f"({_TANGENT_ARGS}, Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> "
     f"({_GRADIENTS.format('g')}, Tensor gdout, Tensor gdlse)"
@@ -338,7 +342,7 @@ _T, _L = len(Tensors._fields), len(Tangents._fields)
 
 
 class Pass(NamedTuple):
-    """One of the four computations of a backend: the schema of its raw op, and the conversion of its arguments in
+    """One of the computations of a backend: the schema of its raw op, and the conversion of its arguments in
     both directions."""
 
     schema: str
@@ -369,6 +373,16 @@ PASSES = {
             *tangents, *saved.flat(),
         ),
         lambda *flat: (Tangents(*flat[:_L]), Saved.of(flat[_L:])),
+    ),
+    "second_jvp": Pass(
+        SECOND_JVP_SCHEMA,
+        lambda first, second, mixed, first_lse, second_lse, saved: fake_forward(saved.tensors),
+        lambda first, second, mixed, first_lse, second_lse, saved: (
+            *first, *second, *mixed, first_lse, second_lse, *saved.flat(),
+        ),
+        lambda *flat: (
+            *(Tangents(*flat[n * _L : (n + 1) * _L]) for n in range(3)), *flat[3 * _L : 3 * _L + 2], Saved.of(flat[3 * _L + 2 :]),
+        ),
     ),
     "double_backward": Pass(
         DOUBLE_BACKWARD_SCHEMA,
@@ -458,7 +472,8 @@ def _roles() -> dict[str, Role | None]:
     results = {name: field.role for name, field in kinds.fields(Saved).items() if field.argument is not None}
     return {
         **tensors,
-        **{f"t{name}": tensors[name] for name in Tangents._fields},
+        **{f"{prefix}{name}": tensors[name] for prefix in _DIRECTIONS for name in Tangents._fields},
+        **{f"{prefix}lse": results["lse"] for prefix in _DIRECTIONS[:2]},
         **results,
         **{f"d{name}": role for name, role in results.items()},
     }

@@ -168,14 +168,17 @@ def triton_rejects(tensors: Tensors) -> str | None:
         return _triton_rejects(q.device, q.dtype, index(q.shape[-1]), index(v.shape[-1]))
 
 
-def second_order(name: str, tensors: Tensors) -> Any:
+def second_order(name: str, tensors: Tensors, what: str = "double_backward") -> Any:
     """The module with the second-order kernels for calls that a fused backend computed: its own, or Triton's.
+
+    Args:
+        what: the function that is wanted; a backend has ``jvp`` and ``double_backward`` or neither.
 
     Raises:
         BackendError: neither has them.
     """
     module = kernels(name)
-    if hasattr(module, "double_backward"):
+    if hasattr(module, what):
         count_flops()
         return module
     reason = triton_rejects(tensors)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashsci.testing.inputs import Inputs
+from flashsci.testing.second_tangents import second_direction
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Block:
     dscores: Tensor | None = None  # their gradient, [*, Hq, Sq, Sk]
     by_slope: Tensor | None = None  # -|i + shift - j| where slopes of ALiBi have a gradient, [Sq, Sk]
     slopes: Tensor | None = None  # [*, Hq or 1, 1, 1]
+    second: dict[str, Tensor] = field(default_factory=dict)  # tangents along a second direction
+    mixed: dict[str, Tensor] = field(default_factory=dict)  # those of `tangents` along it
 
     @property
     def keep(self) -> Tensor:
@@ -79,11 +82,21 @@ _LIKE = {
     "gdlse": "lse",
     "tout": "out",
     "tlse": "lse",
+    "tuout": "out",
+    "tulse": "lse",
 }
 
 
 def _places(first: dict[str, Any]) -> dict[str, Any]:
     return first | {name: first[like] for name, like in _LIKE.items()}
+
+
+def _directions(place: dict[str, Any], inputs: Inputs) -> dict[str, dict[str, Tensor]]:
+    """The tangents of one block along both directions, and of the first along the second; none of these without
+    ``twice``."""
+    second, mixed = second_direction(inputs.tangents if inputs.twice else {})
+    every = {"tangents": inputs.tangents, "second": second, "mixed": mixed}
+    return {which: {name: place[name](x) for name, x in given.items()} for which, given in every.items()}
 
 
 def _kept(inputs: Inputs, shape: tuple[int, ...], index: int) -> Tensor:
@@ -151,11 +164,11 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             softcap,
             caps_bias,
             place,
-            {name: place[name](x) for name, x in inputs.tangents.items()},
-            inputs.residual,
-            None if inputs.dscores is None else heads(inputs.dscores),
-            by_slope if inputs.alibi_grad else None,
-            slopes,
+            residual=inputs.residual,
+            dscores=None if inputs.dscores is None else heads(inputs.dscores),
+            by_slope=by_slope if inputs.alibi_grad else None,
+            slopes=slopes,
+            **_directions(place, inputs),
         )
         return
     starts_q = inputs.cu_seqlens_q.tolist()
@@ -221,7 +234,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
             softcap,
             caps_bias,
             place,
-            {name: place[name](x) for name, x in inputs.tangents.items()},
             by_slope=by_slope if inputs.alibi_grad else None,
             slopes=slopes,
+            **_directions(place, inputs),
         )

@@ -201,7 +201,7 @@ class Judge:
             if name in self.loose:
                 self.zero[name] &= self.loose[name] == 0
             # No number is rounded better than to a subnormal number.
-            least = self.tiny if truth.numel() and name not in ("lse", "gdlse", "tlse") else 0.0
+            least = self.tiny if truth.numel() and name not in ("lse", "gdlse", "tlse", "tulse") else 0.0
             size = unit * (coarse[name] + least) + internal * fine[name]
             # Sums in fp32 do not round independently: their possible errors add up. Nor do subnormal numbers.
             sums = internal * fine[name]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashsci.testing.inputs import Inputs
+from flashsci.testing.second_tangents import second_direction
 
 LEAVES = ("q", "k", "v", "bias", "key_weight", "sink", "alibi_slopes", "pair_gate")
 
@@ -96,6 +97,8 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
             found.update(zip(wanted, gradients, strict=True))
             found.update(_second_order(inputs, wanted, found, cotangents))
             found.update(_forward_mode(inputs, tensors, call))
+            if inputs.twice:
+                found.update(_forward_mode_twice(inputs, tensors, call))
     return {name: x.detach() for name, x in found.items()}
 
 
@@ -170,3 +173,31 @@ def _forward_mode(inputs: Inputs, tensors: list[Tensor | None], call: Any) -> di
         return {
             name: torch.zeros_like(x) if pair.tangent is None else pair.tangent for name, (pair, x) in tangents.items()
         }
+
+
+def _forward_mode_twice(inputs: Inputs, tensors: list[Tensor | None], call: Any) -> dict[str, Tensor]:
+    """Tangents of the tangents of out and lse: along a second direction, along which the first moves, too."""
+    given = dict(zip(LEAVES, tensors, strict=True))
+    names = [n for n, x in given.items() if x is not None and f"t{n}" in inputs.tangents]
+    second, mixed = second_direction(inputs.tangents)
+
+    def along(tangents: dict[str, Tensor]) -> list[Tensor]:
+        return [tangents[f"t{n}"].to(given[n].dtype) for n in names]  # type: ignore[union-attr]
+
+    def first(*at: Tensor) -> Any:
+        """The tangents at some values of the leaves, and of their tangents."""
+
+        def moved(*values: Tensor) -> tuple[Tensor, ...]:
+            every = {n: None if x is None else x.detach() for n, x in given.items()}
+            found: tuple[Tensor, ...] = call(*(every | dict(zip(names, values, strict=True))).values())
+            return found
+
+        half = len(names)
+        return torch.func.jvp(moved, at[:half], at[half:])[1]
+
+    with torch.no_grad():
+        # torch gives a tangent the layout of its tensor, and cannot do so in expanded memory.
+        at = (*(given[n].detach() for n in names), *along(inputs.tangents))  # type: ignore[union-attr]
+        at = tuple(x.contiguous() if 0 in x.stride() else x for x in at)
+        found = torch.func.jvp(first, at, (*along(second), *along(mixed)))[1]
+    return dict(zip(("tuout", "tulse"), found, strict=False))

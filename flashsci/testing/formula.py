@@ -17,6 +17,7 @@ from flashsci.testing.blocks import Block
 from flashsci.testing.formula_scores import Heads, LooseRows, Scores, per_head, row, slope_of, turn
 from flashsci.testing.roundings import Precisions, Rounding, Roundings
 from flashsci.testing.second_order import Sized, second_order
+from flashsci.testing.second_tangents import SecondTangents
 from flashsci.testing.tolerance import PHASES, ROUNDINGS
 
 
@@ -402,7 +403,7 @@ class Formula:
             self.loose["dsink"] = per_head(far * (size + g.delta_loose)).detach()
 
     def _second_order(self, f: ForwardFormula, g: BackwardFormula, sink: Sized | None) -> None:
-        """All of SECOND_ORDER, by second_order.py."""
+        """All of SECOND_ORDER, by second_order.py and second_tangents.py."""
         b, s, heads = self.b, self.scores, self.heads
 
         def exact(x: Tensor) -> Sized:
@@ -414,26 +415,35 @@ class Formula:
             slope = Sized(g.slope, g.slope, g.slope_fine)
             bend = Sized.bend(s.tanh, g.slope, s.raw_abs, b.softcap)
         spread = {"tk": heads.per_query, "tv": heads.per_query, "tkey_weight": heads.per_pair}
+
+        def along(tangents: dict[str, Tensor]) -> dict[str, Sized]:
+            return {n: exact(spread[n](x) if n in spread else x) for n, x in tangents.items()}
+
+        shared: dict[str, Any] = {
+            "q": exact(b.q),
+            "k": exact(self.k),
+            "v": exact(self.v),
+            "p": Sized(g.p, f.p_abs, f.p_fine, self.rows.p),
+            "bare": Sized(g.bare, g.bare, g.bare_fine, self.bare_loose),
+            "keep": exact(b.keep),
+            "dropped": exact(b.dropped),
+            "scale": b.scale,
+            "slope": slope,
+            "bend": bend,
+            "caps_bias": b.caps_bias,
+            "rounded": self.roundings.rounded,
+            "tiny": self.precisions.tiny,
+            "p_sink": sink,
+        }
         results = second_order(
-            {n: exact(spread[n](x) if n in spread else x) for n, x in b.tangents.items()},
-            q=exact(b.q),
-            k=exact(self.k),
-            v=exact(self.v),
+            along(b.tangents),
             dout=exact(g.dout),
-            p=Sized(g.p, f.p_abs, f.p_fine, self.rows.p),
-            bare=Sized(g.bare, g.bare, g.bare_fine, self.bare_loose),
-            keep=exact(b.keep),
-            dropped=exact(b.dropped),
-            scale=b.scale,
-            slope=slope,
-            bend=bend,
-            caps_bias=b.caps_bias,
             dp=Sized(g.dp, g.dp_abs, g.dp_abs),
             delta=Sized(g.delta, g.delta_abs, g.delta_fine + g.delta_abs, g.delta_loose),
-            rounded=self.roundings.rounded,
-            tiny=self.precisions.tiny,
-            p_sink=sink,
+            **shared,
         )
+        if b.second:
+            results |= SecondTangents(**shared).results(along(b.tangents), along(b.second), along(b.mixed))
         summed = {"gk": heads.per_key, "gv": heads.per_key, "gsink": per_head}
         if b.bias is not None:
             shape = b.bias.shape

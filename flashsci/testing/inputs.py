@@ -19,6 +19,7 @@ class Inputs:
     ``dout`` has out's shape and ``dlse`` that of lse; None means zero. With ``residual`` the call is one of
     :func:`flashsci.residual_attention`, and ``dscores`` is the gradient of its scores. ``tangents`` by name ("tq",
     "tk", "tv", "tbias", "tkey_weight", "tpair_gate"), in the shapes of their tensors, ask for the second order: absent means zero.
+    ``twice``: with tangents, also those of out and lse along a second direction, in forward mode over forward mode.
     ``execution``: the way autograd runs the call, as in :class:`Case`.
     """
 
@@ -44,6 +45,7 @@ class Inputs:
     residual: bool = False
     dscores: Tensor | None = None
     execution: str = ""
+    twice: bool = False
 
     @property
     def varlen(self) -> bool:

@@ -48,7 +48,7 @@ class Precisions(NamedTuple):
             "alibi_slopes": self.internal,
             "pair_gate": self.of_gate,
         }
-        if name in ("gdlse", "tlse"):
+        if name in ("gdlse", "tlse", "tulse"):
             return self.internal
         return special.get(name[1:], self.unit)
 

@@ -13,8 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Gradients of <tx, dx>, summed over x, by q, k, v, bias, key_weight, pair_gate, sink, dout and dlse; tangents of out and lse in forward mode.
-SECOND_ORDER = ("gq", "gk", "gv", "gbias", "gkey_weight", "gpair_gate", "gsink", "gdout", "gdlse", "tout", "tlse")
+# Gradients of <tx, dx>, summed over x, by q, k, v, bias, key_weight, pair_gate, sink, dout and dlse; in forward mode tangents
+# of out and lse, and their tangents along a second direction.
+SECOND_ORDER = (
+    "gq", "gk", "gv", "gbias", "gkey_weight", "gpair_gate", "gsink", "gdout", "gdlse", "tout", "tlse", "tuout", "tulse",
+)  # fmt: skip
 
 
 class Sized(NamedTuple):

@@ -13,7 +13,7 @@ ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
     "small_shared_backward_kernel",
-    "jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
+    "jvp_kernel", "second_jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
     "double_backward_small_kernel", "copy_bias_kernel", "product_kernel", "wide_forward_kernel", "wide_backward_kernel",
     "wide_double_backward_kernel", "classify_kernel", "list_kernel",
 }  # fmt: skip
@@ -77,7 +77,7 @@ def calls(architecture):
 
 
 def arguments(torch, dtype, dims, options):
-    """Arguments of the raw ops for one call: tensors, scalars, those of backward and of double_backward."""
+    """Arguments of the raw ops for one call: tensors, scalars, those of backward, double_backward and second_jvp."""
     dtype, (head_dim, head_dim_v) = getattr(torch, dtype), dims
     lead = () if options.get("packed") else (2,)
     seq_q, seq_k = options.get("seq", (48, 96))
@@ -110,7 +110,9 @@ def arguments(torch, dtype, dims, options):
                False, options.get("dropout_p", 0.0), "default", False, options.get("caps_bias", False))  # fmt: skip
     tensors = (q, k, v, bias, weight, mask, cu_q, cu_k, offsets, seed, slopes, table)
     given = (*tensors, out, lse, *scalars)
-    return tensors, scalars, (out, lse, *given, 31), (q, k, v, bias, weight, out, lse, *given, 127)
+    leaves = q, k, v, bias, weight
+    second_jvp = (*leaves, *leaves, *leaves, lse, lse, *given)
+    return tensors, scalars, (out, lse, *given, 31), (*leaves, out, lse, *given, 127), second_jvp
 
 
 def report(architecture: int, ops: dict, launched: list):
@@ -122,10 +124,11 @@ def report(architecture: int, ops: dict, launched: list):
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:
             dtype = "bfloat16"
-        tensors, scalars, backward, double_backward = arguments(torch, dtype, dims, features)
+        tensors, scalars, backward, double_backward, second_jvp = arguments(torch, dtype, dims, features)
         ops["triton_forward"](*tensors, *scalars)
         ops["triton_backward"](*backward)
         ops["triton_double_backward"](*double_backward)
+        ops["triton_second_jvp"](*second_jvp)
         if tensors[3] is not None and tensors[3].dim() == 4:
             # As a Linear leaves it, and its gradient.
             bias = tensors[3].contiguous(memory_format=torch.channels_last)

@@ -229,6 +229,19 @@ def _jvp(leaves: dict[str, Tensor], function: Callable[..., Results], given: Arg
     return torch.autograd.functional.jvp(function, tuple(values), tuple(along))[1]
 
 
+def second_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
+    leaves, function = _differentiable(given, dtype)
+    first, second, mixed = (
+        tuple(
+            torch.zeros_like(x) if given[f"{p}{n}"] is None else given[f"{p}{n}"].to(dtype) for n, x in leaves.items()
+        )
+        for p in DIRECTIONS
+    )
+    values, count = tuple(x.detach() for x in leaves.values()), len(leaves)
+    along = lambda *at: torch.func.jvp(function, at[:count], at[count:])[1]  # noqa: E731
+    return torch.func.jvp(along, (*values, *first), (*second, *mixed))[1]
+
+
 def double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
     return _double_backward(given, dtype, LEARNT, forward_of)
 
@@ -260,6 +273,15 @@ def with_results(given: Arguments) -> None:
     given["out"], given["lse"] = out.to(given["q"].dtype), lse.float()
 
 
+def with_tangents(given: Arguments) -> None:
+    """out and lse as the forward leaves them, and the tangents of lse along two directions."""
+    with_results(given)
+    for prefix in DIRECTIONS[:2]:
+        along = {f"t{n}": given[f"{prefix}{n}"] for n in LEARNT}
+        given[f"{prefix}lse"] = jvp_of(given | along, torch.float64)[1].float()
+
+
+DIRECTIONS = ("t", "u", "tu")  # the first, the second, and of the first along the second
 SECOND = (*(f"t{n}" for n in LEARNT), "dout", "dlse")
 
 
@@ -268,7 +290,10 @@ def saved(base: Callable[[str], Arguments], op: str, device: str) -> Arguments:
     r.generator.manual_seed(6)
     with_results(given)
     given |= {"dout": r(*given["out"].shape), "dlse": r(*given["lse"].shape)}
-    given |= {f"t{n}": None if given[n] is None else r(*given[n].shape) for n in LEARNT}
+    for prefix in DIRECTIONS if op == "second_jvp" else DIRECTIONS[:1]:
+        given |= {f"{prefix}{n}": None if given[n] is None else r(*given[n].shape) for n in LEARNT}
+    if op == "second_jvp":
+        with_tangents(given)
     given["need"] = 31 if op == "backward" else 127
     return in_order(f"triton_{op}", given)
 
@@ -641,14 +666,20 @@ def _mapped(base: Callable[[str], Arguments], label: str) -> Callable[[str], Arg
 def _triton() -> Iterator[Right]:
     bases = {"dense": dense, "capped": capped, "tiles": tiled, "dropout": _of(dense, True), "packed": packed}
     yield Right("triton_mask_tiles", "mask", mask_alone, table_of)
-    truths = {"backward": backward_of, "jvp": jvp_of, "double_backward": double_backward_of}
+    truths = {
+        "backward": backward_of,
+        "jvp": jvp_of,
+        "second_jvp": second_jvp_of,
+        "double_backward": double_backward_of,
+    }
     for label, base in bases.items():
         if label == "dropout":  # of the second order its checks are those of the first
             truths = {"backward": backward_of}
         loose = LENGTHS if label == "packed" else frozenset()
         yield Right("triton_forward", label, lambda device, base=base: in_order("triton_forward", base(device)), forward_of, loose=loose)  # fmt: skip
         for op, truth in truths.items():
-            yield Right(f"triton_{op}", label, _saved(base, op), truth, loose=loose, refresh=with_results)
+            refresh = with_tangents if op == "second_jvp" else with_results
+            yield Right(f"triton_{op}", label, _saved(base, op), truth, loose=loose, refresh=refresh)
     for label, base in (("dense", dense), ("sums", dense), ("packed", packed)):
         yield Right("triton_map_statistics", label, _mapped(base, label), reductions_of, loose=LENGTHS if label == "packed" else frozenset(), refresh=map_results)  # fmt: skip
     for label, dropout in (("dense", False), ("dropout", True)):
@@ -746,7 +777,7 @@ CALLS: tuple[Right, ...] = (
 )  # fmt: skip
 RAISES = ("refuse",)  # whatever they are given
 # Made of torch's own ops, or of others in this table, which check themselves: they hold no pointer.
-PACKED = ("forward", "backward", "jvp", "double_backward")
+PACKED = ("forward", "backward", "jvp", "second_jvp", "double_backward")
 COMPOSED = frozenset(
     (
         "draw_seed",

@@ -28,7 +28,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OPERATIONS = ("forward", "backward", "jvp", "double_backward")
+OPERATIONS = ("forward", "backward", "jvp", "second_jvp", "double_backward")
 FIRST_ORDER = ("forward", "backward")
 MEASURES = ("registers", "stack", "shared")  # spills live on the stack
 
@@ -146,6 +146,7 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
         "forward": (*tensors, *scalars),
         "backward": (out, dlse, *given, options.get("need", 31)),
         "jvp": (*tangents, *given),
+        "second_jvp": (*tangents, *tangents, *tangents, lse, lse, *given),
         "double_backward": (*tangents, out, lse, *given, 127),
     }
 
@@ -189,7 +190,8 @@ def launches(architecture: int):
         given = arguments(torch, dtype, dims, options)
         for operation in operations:
             launched.clear()
-            found[f"triton_{operation}"](*given[operation])
+            if f"triton_{operation}" in found:  # an older tree has fewer
+                found[f"triton_{operation}"](*given[operation])
             for place, launch in enumerate(launched):
                 yield f"sm_{architecture} | {name} | {operation} {place}", *launch
 

@@ -141,8 +141,10 @@ def _check_scalars(seed: Tensor | None, scalars: Scalars) -> None:
 
 
 def _check_tangents(tangents: Sequence[Tensor | None], tensors: Tensors) -> None:
-    q = tensors.q
-    for name, x, like in zip(Tensors._fields, tangents, tensors, strict=False):
+    """Check the tangents of one direction, or of several, one direction after the other."""
+    q, count = tensors.q, len(Tangents._fields)
+    for i, x in enumerate(tangents):
+        name, like = Tangents._fields[i % count], tensors[i % count]
         if x is not None:
             need(like is not None, f"a tangent of {name} needs {name}")
             assert like is not None
@@ -159,7 +161,7 @@ def checked(
     """The tensors as kernels read them. Raises for those that do not fit, unless a call of these kinds has passed
     before.
 
-    ``of_out`` is out and dout, ``of_lse`` lse and dlse, if the op has them.
+    ``of_out`` is out and dout, ``of_lse`` lse and dlse, or lse and its tangents along two directions, if the op has them.
     """
     q, k, v = tensors.q, tensors.k, tensors.v
     # Written out where every call has a tensor, because this is most of the cost of a small call.
@@ -177,7 +179,7 @@ def checked(
             q,
             v,
             dict(zip(("out", "dout"), of_out, strict=False)),
-            dict(zip(("lse", "dlse"), of_lse, strict=False)),
+            dict(zip(("lse", "dlse") if len(of_lse) < 3 else ("lse", "tlse", "ulse"), of_lse, strict=False)),
         )
         if len(_known) >= 4096:
             _known.clear()
@@ -222,6 +224,17 @@ def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
         tensors, out, lse, scalars = saved
         given = checked(tensors, scalars, tangents, (out,), (lse,))
         return kernels(tangents, Saved(given, out, lse, scalars))
+
+    return op
+
+
+def second_jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """second_jvp.second_jvp behind the checks."""
+
+    def op(first: Tangents, second: Tangents, mixed: Tangents, tlse: Tensor, ulse: Tensor, saved: Saved) -> Any:
+        tensors, out, lse, scalars = saved
+        given = checked(tensors, scalars, (*first, *second, *mixed), (out,), (lse, tlse, ulse))
+        return kernels(first, second, mixed, tlse, ulse, Saved(given, out, lse, scalars))
 
     return op
 

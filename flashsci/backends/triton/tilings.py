@@ -39,6 +39,7 @@ HOPPER_16BIT: Tiles = {
         512: (32, 32, 4, 1),
     },
     "jvp": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
+    "second_jvp": {64: (64, 32, 4, 2), 128: (128, 32, 8, 1), 256: (64, 16, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {
         64: (64, 64, 4, 2),
         128: (64, 32, 4, 2),
@@ -75,6 +76,7 @@ AMPERE_16BIT: Tiles = {
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1)},
     "bias_gradient": {128: (64, 64, 4, 2), 256: (32, 64, 4, 1), 512: (32, 32, 4, 1)},
     "jvp": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "second_jvp": {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {
         64: (64, 32, 4, 2),
         128: (32, 32, 4, 1),
@@ -100,6 +102,7 @@ TURING_16BIT: Tiles = {  # 64 KiB of shared memory, no asynchronous copies
     "dkdv": {64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
     "bias_gradient": {64: (64, 64, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "jvp": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "second_jvp": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_keys": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_bias": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
@@ -140,6 +143,7 @@ FP32: Tiles = {
         256: (16, 16, 4, 1),
         512: (16, 16, 4, 1),
     },
+    "second_jvp": {32: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_keys": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_bias": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
@@ -148,6 +152,7 @@ HOPPER_FP32 = FP32 | {
     "forward": FP32["forward"] | {32: (64, 32, 4, 2), 128: (64, 64, 4, 1), 384: (32, 32, 8, 1)},
     "dq": FP32["dq"] | {32: (64, 64, 4, 1), 64: (64, 64, 4, 1), 128: (32, 32, 4, 2)},
     "dkdv": FP32["dkdv"] | {32: (64, 64, 4, 1), 64: (32, 32, 2, 1), 128: (32, 32, 4, 1)},
+    "second_jvp": FP32["second_jvp"] | {32: (64, 32, 4, 1), 64: (64, 16, 4, 1)},
 }
 # Without a bias or mask for each pair, which take shared memory, and by tensor cores.
 HOPPER_TENSOR_FP32 = {
@@ -250,6 +255,9 @@ def config(
         registers = []
         most = 4 if width > 64 or block_m * block_n > 32 * 32 else 1 if width <= 32 else 2
         warps = min(warps, most if block_m * block_n <= 64 * 64 else warps)
+    # The rows that this kernel keeps fill the registers of mma's operands.
+    if kernel == "second_jvp" and dtype == torch.float32 and width > 32 and block_m == 32:
+        block_m, block_n = 16, 16
     # A tile that both wgmma and mma read gets one buffer too few from Triton 3.6, which overwrites it while wgmma reads.
     if both_ways and min(block_m, block_n) < 64 <= max(block_m, block_n):
         stages = 1

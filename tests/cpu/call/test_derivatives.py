@@ -122,6 +122,9 @@ def test_derivatives_are_right_in_every_mode(entry, name, backend):
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(first(call(forward_ad.make_dual(x, x.cos()), backend)))
     torch.testing.assert_close(dual.tangent, first(found), rtol=1e-9, atol=1e-11)
+    twice = func.jvp(lambda y: first(func.jvp(call_of(call, backend), (y,), (y.cos(),))[1]), (x,), (x.sin(),))[1]
+    due = func.jvp(lambda y: first(func.jvp(call_of(call, "reference"), (y,), (y.cos(),))[1]), (x,), (x.sin(),))[1]
+    torch.testing.assert_close(twice, due, rtol=1e-9, atol=1e-11)
     mapped = func.vmap(lambda t: func.jvp(call_of(call, backend), (x,), (t,))[1])
     each = mapped(torch.stack([x.cos(), x.sin()]))
     torch.testing.assert_close(first(each)[0], first(found), rtol=1e-9, atol=1e-11)

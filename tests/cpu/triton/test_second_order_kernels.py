@@ -215,11 +215,12 @@ def quick_first(names, quick):
 
 @pytest.mark.parametrize("name", quick_first(CASES, QUICK))
 def test_named(name):
-    judge = Judge(make_inputs(CASES[name]))
+    judge = Judge(replace(make_inputs(CASES[name]), twice=not CASES[name].variant.gate))
     with poisoned_memory():
         found = evaluate(judge.inputs, "triton")
     judge.require(found)
     assert {"gq", "gk", "gv", "gdout", "tout", "tlse"} <= set(found)
+    assert ({"tuout", "tulse"} <= set(found)) is (CASES[name].variant.gate is None)
 
 
 # Heads so wide that scores are held in memory, of every dense case.
@@ -241,7 +242,7 @@ def test_wide_heads(name, monkeypatch):
         honest = getattr(Wide, what)
         spy = lambda *a, what=what, honest=honest, **k: served.append(what) or honest(*a, **k)  # noqa: E731
         monkeypatch.setattr(Wide, what, spy)
-    judge = Judge(make_inputs(WIDE[name]))
+    judge = Judge(replace(make_inputs(WIDE[name]), twice=not WIDE[name].variant.gate))
     with poisoned_memory():
         judge.require(evaluate(judge.inputs, "triton"))
     assert len(set(served)) == 4 or name.endswith(("no keys", "no queries"))
@@ -252,7 +253,7 @@ def test_generated(part):
     # Triton refuses gradients of key weights beside a sink.
     pool = [v for v in second_order_variants(max_dim=96) if not (v.sink and v.key_weight_grad)]
     for generated in generate(50 + part, 5, pool, lengths=SMALL_LENGTHS, score_limit=3000):
-        judge = Judge(make_inputs(generated))
+        judge = Judge(replace(make_inputs(generated), twice=not generated.variant.gate))
         with poisoned_memory():
             judge.require(evaluate(judge.inputs, "triton"))
 
@@ -268,6 +269,7 @@ def test_intermediate_values_beyond_fp16(sizes, bias):
     with torch.no_grad():
         inputs.key_weight[..., 5] = 0.0
         inputs.bias[..., 5] = 14.0
+    inputs = replace(inputs, twice=True)
     judge = Judge(inputs)
     for name in ("gq", "gk", "gv", "tout"):
         beyond = judge.truth[name].abs() > torch.finfo(torch.float16).max
@@ -321,5 +323,5 @@ def test_tangents_of_any_layout():
         "heads last": lambda s: torch.randn((s[0], s[2], s[3], s[1])).permute(0, 3, 1, 2),
     }
     for make in layouts.values():
-        given = replace(inputs, tangents={name: make(s) for name, s in shapes.items()})
+        given = replace(inputs, tangents={name: make(s) for name, s in shapes.items()}, twice=True)
         Judge(given).require(evaluate(given, "triton"))

@@ -48,6 +48,16 @@ def inner(x):
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
+def bias_layout(plan: DensePlan, tbias: tuple | None) -> tuple[int, int, tuple[int, ...]]:
+    """Kind, vector and strides of the tangent of a bias, given its shape, strides and bytes of a number; None: absent."""
+    if tbias is None:
+        return ABSENT.value, 0, NO_STRIDES
+    shape, stride, itemsize = tbias
+    strides = plane_strides(shape, stride, plan.ragged)
+    kind = PLANE.value if plan.ragged or strides[3] != 0 else KEY.value
+    return kind, plane_vector(strides, plan.size_k, itemsize, plan.varlen), strides
+
+
 class SecondOrderLaunches:
     """The launches of one plan for one layout of the tangents of bias and key weights."""
 
@@ -59,12 +69,7 @@ class SecondOrderLaunches:
         self.plan = plan
         self.launches: dict = {}
         self.small = tilings.double_backward_small_config(plan.device.capability, plan.dtype, plan.width, plan.longest)
-        kind, vector, strides = ABSENT.value, 0, NO_STRIDES
-        if tbias is not None:
-            shape, stride, itemsize = tbias
-            strides = plane_strides(shape, stride, plan.ragged)
-            kind = PLANE.value if plan.ragged or strides[3] != 0 else KEY.value
-            vector = plane_vector(strides, plan.size_k, itemsize, plan.varlen)
+        kind, vector, strides = bias_layout(plan, tbias)
         _q, _k, _v, self.dout_strides, self.out_strides, *rows = plan.strides
         self.weighted = tweight is not None
         of_weights = NO_STRIDES[:4] if tweight is None else weight_strides(*tweight)
