@@ -7,6 +7,7 @@
 // ALiBi is made here from the slope of its head.
 #pragma once
 #include "../../core/alibi.cuh"
+#include "../../core/row_statistics.cuh"
 #include "config.cuh"
 #include "warp_mma.cuh"
 
@@ -47,6 +48,25 @@ __device__ __forceinline__ void for_queries(T* start, int64_t row_stride, int qu
   for (int c = 0; c < 2 * kN; ++c) {
     each(c, row, query + c / 2 * 8 + c % 2 < queries);
     row += c % 2 == 0 ? row_stride : 7 * row_stride;
+  }
+}
+
+// P^T becomes what is left of it after dropout, dP^T - delta / scale becomes dS^T. kept: the bits of
+// draw_neighbours; statistics: (-lse, -delta / scale) of this lane's first query.
+template <int kM, int kN>
+__device__ __forceinline__ void drop_neighbours(float (&p)[kM][kN][4], float (&dp)[kM][kN][4],
+                                                uint32_t kept, float scale, uint32_t statistics) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float4 x = load_statistics(statistics + n * 64);
+#pragma unroll
+    for (int i = 0; i < kM * 4; ++i) {
+      const int m = i / 4, e = i % 4;
+      const bool stays = kept >> (2 * kM * (n * 2 + e % 2) + m * 2 + e / 2) & 1;
+      const float scaled = p[m][n][e] * scale;
+      dp[m][n][e] = scaled * (stays ? dp[m][n][e] : e % 2 == 0 ? x.y : x.w);
+      p[m][n][e] = stays ? scaled : 0.f;
+    }
   }
 }
 
