@@ -145,6 +145,23 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
   }
 }
 
+FlashsciDropout Call::dropout() const {
+  if (options.dropout_p == 0) return {};
+  FLASHSCI_CHECK(options.dropout_p > 0 && options.dropout_p < 1,
+                 "dropout_p must be in [0, 1), got ", options.dropout_p);
+  FLASHSCI_CHECK(options.dropout_seed != nullptr && options.dropout_seed->has_value(),
+                 "dropout_p needs a dropout_seed");
+  const Tensor& seed = **options.dropout_seed;
+  FLASHSCI_CHECK(is_on(seed, device), "dropout_seed must be on the device of q");
+  FLASHSCI_CHECK(dtype_of(seed) == dtypes().int64 && seed.dim() == 1 && seed.size(0) == 2 &&
+                     seed.stride(0) == 1,
+                 "dropout_seed must be int64 [2], contiguous, got ", shape_of(seed));
+  constexpr double kDraws = 4294967296.;  // 2^32
+  return {static_cast<const int64_t*>(address_of(seed)),
+          static_cast<uint32_t>(options.dropout_p * kDraws),
+          static_cast<float>(1 / (1 - options.dropout_p))};
+}
+
 uint64_t Call::stride_bits() const {
   const int size = size_of(dtype);
   return q_view.alignment_bits(size) | k_view.alignment_bits(size) | v_view.alignment_bits(size);
@@ -199,6 +216,17 @@ View check_out(const Tensor& x, const char* name, const Call& call) {
    flashsci_backward_small_##dtype##_workspace, \
    nullptr,                                     \
    takes_weights}
+#define DROPOUT(dtype)                            \
+  {80,                                            \
+   nullptr,                                       \
+   nullptr,                                       \
+   nullptr,                                       \
+   flashsci_backward_dropout_##dtype##_workspace, \
+   nullptr,                                       \
+   false,                                         \
+   true,                                          \
+   flashsci_forward_dropout_##dtype,              \
+   flashsci_backward_dropout_##dtype}
 #define PAIRS(unit)                      \
   {90,                                   \
    flashsci_forward_##unit,              \
@@ -226,6 +254,9 @@ const Kernels* kernels_of(int32_t dtype) {
 #ifdef FLASHSCI_HAVE_SM80_BWD_FP16
       BACKWARD_WITH_SLOPES(80, sm80_fp16),
 #endif
+#ifdef FLASHSCI_HAVE_SM80_DROPOUT_FP16
+      DROPOUT(fp16),
+#endif
 #ifdef FLASHSCI_HAVE_SM75_FWD_FP16
       FORWARD(75, sm75_fp16),
 #endif
@@ -251,6 +282,9 @@ const Kernels* kernels_of(int32_t dtype) {
 #endif
 #ifdef FLASHSCI_HAVE_SM80_BWD_BF16
       BACKWARD_WITH_SLOPES(80, sm80_bf16),
+#endif
+#ifdef FLASHSCI_HAVE_SM80_DROPOUT_BF16
+      DROPOUT(bf16),
 #endif
       {}};
   static const Kernels single[] = {

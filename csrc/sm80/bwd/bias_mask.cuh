@@ -51,22 +51,36 @@ __device__ __forceinline__ void for_queries(T* start, int64_t row_stride, int qu
   }
 }
 
-// P^T becomes what is left of it after dropout, dP^T - delta / scale becomes dS^T. kept: the bits of
-// draw_neighbours; statistics: (-lse, -delta / scale) of this lane's first query.
+// Whether the probability of element (m, n, e) stays. kept: the bits of draw_neighbours.
+template <int kM>
+__device__ __forceinline__ bool stays(uint32_t kept, int m, int n, int e) {
+  return kept >> (2 * kM * (n * 2 + e % 2) + m * 2 + e / 2) & 1;
+}
+
+// dP^T - delta / scale of what is dropped becomes -delta / scale. statistics: (-lse, -delta / scale)
+// of this lane's first query.
 template <int kM, int kN>
-__device__ __forceinline__ void drop_neighbours(float (&p)[kM][kN][4], float (&dp)[kM][kN][4],
-                                                uint32_t kept, float scale, uint32_t statistics) {
+__device__ __forceinline__ void drop_gradients(float (&dp)[kM][kN][4], uint32_t kept,
+                                               uint32_t statistics) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     const float4 x = load_statistics(statistics + n * 64);
 #pragma unroll
-    for (int i = 0; i < kM * 4; ++i) {
-      const int m = i / 4, e = i % 4;
-      const bool stays = kept >> (2 * kM * (n * 2 + e % 2) + m * 2 + e / 2) & 1;
-      const float scaled = p[m][n][e] * scale;
-      dp[m][n][e] = scaled * (stays ? dp[m][n][e] : e % 2 == 0 ? x.y : x.w);
-      p[m][n][e] = stays ? scaled : 0.f;
-    }
+    for (int i = 0; i < kM * 4; ++i)
+      if (!stays<kM>(kept, i / 4, n, i % 4)) dp[i / 4][n][i % 4] = i % 2 == 0 ? x.y : x.w;
+  }
+}
+
+// dP^T - delta / scale becomes dS^T, P^T what dropout leaves of it, times `scale`.
+template <int kM, int kN>
+__device__ __forceinline__ void drop_probabilities(float (&p)[kM][kN][4], float (&dp)[kM][kN][4],
+                                                   uint32_t kept, float scale) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) {
+    const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
+    const float scaled = p[m][n][e] * scale;
+    dp[m][n][e] *= scaled;
+    p[m][n][e] = stays<kM>(kept, m, n, e) ? scaled : 0.f;
   }
 }
 

@@ -159,6 +159,7 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
     multiply_rows<Op, C::kHeadDim>(s, k_left, right);
     this->start_dp(dp, statistics);
     multiply_rows<Op, C::kHeadDim>(dp, k_left + kFromK, right + kFromQ);
+    if constexpr (Drop::kDrops) drop_gradients(dp, kept, statistics);
     modify_scores(s, dp, plan.scores);
     ahead.apply_rest(s, p.bias_mask, plan, bias_of(member), mask_of(member), first_column(query),
                      first_key(), queries, keys, distance);
@@ -166,7 +167,7 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
       mask_transposed(s, window, opaque(first_key()), first_column(query));
     this->exponentiate(s, statistics);
     if constexpr (Drop::kDrops)
-      drop_neighbours(s, dp, kept, dropping.scale, statistics);
+      drop_probabilities(s, dp, kept, dropping.scale);
     else
       multiply_elements(dp, s);
     if (plan.writes_bias) write_bias_gradient(dp, member, query);

@@ -152,16 +152,15 @@ struct QueryWarp {
     return window.begin(warp_last_row) <= key && window.end(warp_row) >= key + C::kStep;
   }
 
-  // S becomes P, dP - delta becomes dS. kept: with dropout, the bits of draw_rows.
-  __device__ __forceinline__ void exponentiate(Scores& s, Scores& dp, const Statistics& statistics,
-                                               uint32_t kept) const {
+  // S becomes P, dP - delta becomes dS.
+  __device__ __forceinline__ void exponentiate(Scores& s, Scores& dp,
+                                               const Statistics& statistics) const {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
       s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.scores.exp_scale, statistics[m][e / 2].x));
     }
     if (any_large(statistics)) limit_probabilities(s);
-    if constexpr (Drop::kDrops) drop_gradients(dp, statistics, kept);
     multiply_elements(dp, s);
   }
   // dQ from kStep keys, whose rows begin at k_rows and v_rows.
@@ -183,6 +182,7 @@ struct QueryWarp {
     for (int i = 0; i < C::kM * C::kN * 4; ++i)
       dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
     multiply_rows<Op, C::kHeadDim>(dp, dout_left, v_rows + lane_by_chunks<C::kHeadDim>());
+    if constexpr (Drop::kDrops) drop_gradients(dp, statistics, kept);
     modify_scores(s, dp, plan.scores);
     const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
     if (has_slopes(p.bias_mask)) {
@@ -194,7 +194,7 @@ struct QueryWarp {
     }
     apply_bias_mask<Op>(s, view, row, column, work.seq_q, work.seq_k, plan.bias_factor);
     if (!all_seen(key)) mask_scores(s, window, row, column);
-    exponentiate(s, dp, statistics, kept);
+    exponentiate(s, dp, statistics);
     uint32_t ds16[C::kN / 2][C::kM][4];
     pack<Op>(ds16, dp);
     const Span<C::kHeadDim, C::kHeadDim / 16> right(k_rows + lane_by_rows<C::kHeadDim>(), 0);

@@ -19,7 +19,7 @@ _ROWS = frozenset(("q", "k", "v"))
 _OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
 #: The tensors that the library reads, by kind of call; a sink by the pass behind its kernels (flashsci/call/sink.py).
 READS = {
-    kinds.ATTENTION: _ROWS | _OFFSETS | {"bias", "key_weight", "mask", "alibi_slopes", "sink"},
+    kinds.ATTENTION: _ROWS | _OFFSETS | {"bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed"},
     kinds.PAGED: frozenset(
         ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
     ),
@@ -70,8 +70,6 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
 
     ``generation``: the only one to consider; it checks strides itself.
     """
-    if problem.dropout_p:
-        return 0, "it has no dropout"
     if problem.alibi_grad:
         return 0, "its alibi_slopes have no gradient"
     if problem.alibi and (problem.bias or problem.key_weight):
@@ -80,6 +78,10 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
         return 0, "its softcap bounds scores before the bias (softcap_at='scores')"
     if problem.varlen and problem.bias:
         return 0, "it has no bias for packed sequences"
+    if problem.dropout_p and (problem.dtype == torch.float32 or problem.key_weight):
+        return 0, DROPPING
+    if problem.dropout_p and problem.varlen and problem.alibi:
+        return 0, DROPPING
     if problem.dtype == torch.float32 and problem.precision == "ieee":
         return (
             0,
@@ -100,10 +102,12 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
                 "its gradients of key_weight are of rows that begin at multiples of 16 bytes, and of weights of each batch member",
             )
         return 80, None
-    if problem.alibi and (generation not in (0, 80) or capability < 80):
-        return 0, "only its kernels for compute capability 8.0 and newer (sm80) have alibi_slopes"
-    if problem.alibi:
+    for given, name in ((problem.dropout_p, "dropout"), (problem.alibi, "alibi_slopes")):
+        if given and (generation not in (0, 80) or capability < 80):
+            return 0, f"only its kernels for compute capability 8.0 and newer (sm80) have {name}"
+    if problem.dropout_p or problem.alibi:
         generation = 80
+    units = dict.fromkeys(_UNITS, "dropout") if problem.dropout_p else _UNITS
     reason = None
     for candidate in (generation,) if generation else GENERATIONS:
         if candidate == 90:
@@ -111,7 +115,7 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
         else:  # Turing's kernels run on newer devices, but only on request
             asked = candidate != 75 or capability < 80 or generation == 75
             runs = capability >= candidate and asked
-        unit = f"cuda/sm{candidate}/{_UNITS[kind]}_{_DTYPES[problem.dtype]}"
+        unit = f"cuda/sm{candidate}/{units[kind]}_{_DTYPES[problem.dtype]}"
         if runs and unit in info["units"]:
             reason = _limit(kind, candidate, problem, strides or generation != 0)
             if reason is None:
@@ -119,6 +123,7 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
     if reason is not None:
         return 0, reason
     only = f" of generation sm{generation}" if generation else ""
+    only += " with dropout" if problem.dropout_p else ""
     return (
         0,
         f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} {kind} "
@@ -160,6 +165,11 @@ def backward_kernels(problem: Problem, strides: bool = False, generation: int = 
         return 90, None
     return _kernels("backward", problem, generation, strides)
 
+
+#: The calls with dropout that csrc/sm80/dropout takes.
+DROPPING = (
+    "it has dropout for float16 and bfloat16 calls without key_weight, and for packed sequences without alibi_slopes"
+)
 
 #: The calls with key weights that csrc/sm80/small takes.
 WEIGHTED = (

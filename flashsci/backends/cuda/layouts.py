@@ -35,9 +35,12 @@ def inputs(tensors: Tensors) -> tuple[Tensor | None, ...]:
     return t.q, t.k, t.v, bias, t.mask, t.cu_seqlens_q, t.cu_seqlens_k
 
 
-def with_slopes(tensors: Tensors) -> tuple[bool, ...]:
-    """The last argument of an op where the tensors have slopes; else none."""
-    return () if tensors.alibi_slopes is None else (True,)
+def last_options(tensors: Tensors, dropout_p: float) -> tuple[Any, ...]:
+    """The last arguments of an op: whether the tensors have slopes, then those of dropout; as many as the call needs."""
+    slopes = tensors.alibi_slopes is not None
+    if dropout_p:
+        return slopes, tensors.dropout_seed, dropout_p
+    return (True,) if slopes else ()
 
 
 def options(scalars: Scalars) -> tuple[Any, ...]:
