@@ -184,7 +184,8 @@ struct BiasGradient {
       uint32_t kept = 0;
       if constexpr (Drop::kDrops) {
         const uint32_t entry = member.index[0] * p.batch1 + member.index[1];
-        kept = dropping.template draw_rows<C::kM, C::kN>(0, entry * p.heads_q + member.index[2],
+        kept = dropping.template draw_rows<C::kM, C::kN>(dropping.read_seed(), 0,
+                                                         entry * p.heads_q + member.index[2],
                                                          warp_row + lane / 4, key);
       }
       StepTile s, dp;  // S, then P; dP - delta

@@ -168,8 +168,8 @@ struct QueryWarp {
     uint32_t kept = 0;
     if constexpr (Drop::kDrops) {
       const uint32_t entry = p.cu_seqlens_q != nullptr ? work.segment - 1 : place.batch;
-      kept = dropping.template draw_rows<C::kM, C::kN>(0, entry * p.heads_q + place.head,
-                                                       warp_row + lane / 4, key);
+      kept = dropping.template draw_rows<C::kM, C::kN>(
+          dropping.read_seed(), 0, entry * p.heads_q + place.head, warp_row + lane / 4, key);
     }
     Scores s, dp;
     Statistics statistics;

@@ -66,6 +66,7 @@ struct BiasMaskWarp {
   const ForwardPlan& plan;
   const BiasMaskPlan& bias_mask;
   const Drop dropping;
+  const typename Drop::Seed seed = dropping.read_seed();
   const int seq_q = p.seq_q, seq_k = p.seq_k;
   const int warp = ptx::redux_max(threadIdx.x / 32), lane = threadIdx.x % 32;
   const Window window{kAnything ? p.window_left : -1, kAnything ? p.window_right : -1,
@@ -196,7 +197,7 @@ struct BiasMaskWarp {
         static_assert(kMembers == 1, "the stream is that of the first member");
         const uint32_t stream =
             (work.place.batch0 * p.batch1 + work.place.batch1) * p.heads_q + work.place.head;
-        drop(s, 0, dropping.template draw_interleaved_rows<C::kM, C::kN>(stream, row, key));
+        drop(s, 0, dropping.template draw_interleaved_rows<C::kM, C::kN>(seed, stream, row, key));
       }
       multiply_pv<Op, C>(rows[r].o, s, v_start + r * kTileBytes);
     }

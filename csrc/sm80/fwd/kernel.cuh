@@ -52,6 +52,7 @@ struct QueryTile {
   const HeadCoord& place;
   const TileOfSequence& work;
   const Drop dropping;
+  const typename Drop::Seed seed = dropping.read_seed();
   const int tile_row = work.tile * C::kBlockQ;
   const uint16_t* q = static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
                       (work.first_q + tile_row) * p.q_strides.row;
@@ -134,22 +135,29 @@ struct QueryTile {
                             : slope_of(p.bias_mask, place, place.head);
     return plan.scores.mode == kScaled ? slope / p.scale : slope;
   }
-  __device__ __forceinline__ void drop_probabilities(float (&s)[C::kM][C::kN][4],
-                                                     int first_key) const {
+  // Which probabilities of a tile stay, drawn before its scores need the registers.
+  using Kept = uint32_t[(C::kM * C::kN + 7) / 8];
+  __device__ __forceinline__ void draw(Kept& kept, int first_key) const {
     if constexpr (Drop::kDrops) {
       const uint32_t stream = p.cu_seqlens_q != nullptr
                                   ? (work.segment - 1) * p.heads_q + place.head
                                   : place.batch_head;
 #pragma unroll
       for (int word = 0; word < (C::kM * C::kN + 7) / 8; ++word)
-        drop(s, word,
-             dropping.template draw_rows<C::kM, C::kN>(word, stream, warp_row + lane / 4,
-                                                       first_key));
+        kept[word] = dropping.template draw_rows<C::kM, C::kN>(
+            seed, word, stream, warp_row + opaque(threadIdx.x) % 32 / 4, first_key);
+    }
+  }
+  __device__ __forceinline__ void drop_probabilities(float (&s)[C::kM][C::kN][4],
+                                                     const Kept& kept) const {
+    if constexpr (Drop::kDrops) {
+#pragma unroll
+      for (int word = 0; word < (C::kM * C::kN + 7) / 8; ++word) drop(s, word, kept[word]);
     }
   }
   // From raw scores to the output. slope: with ALiBi only.
   __device__ __forceinline__ void softmax_and_pv(OutputRows<C>& rows, float (&s)[C::kM][C::kN][4],
-                                                 int first_key, float slope) {
+                                                 int first_key, float slope, const Kept& kept) {
     if (plan.scores.mode != kScaled) scale_scores(s, plan.scores);
     if constexpr (kAlibi) {
       const int own = opaque(threadIdx.x) % 32, shift = work.seq_k - work.seq_q;
@@ -159,7 +167,7 @@ struct QueryTile {
     if (keys.any_hidden(first_key))
       mask_scores(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);
     online_softmax(s, rows.o, rows.row_max, rows.row_sum, plan.scores.exp_scale);
-    drop_probabilities(s, first_key);
+    drop_probabilities(s, kept);
     multiply_pv<Op, C>(rows.o, s, v_start);
   }
   __device__ __forceinline__ void write(const OutputRows<C>& rows) const {
@@ -180,18 +188,20 @@ struct QueryTile {
     if (tiles.first < tiles.end) load_first();
 #pragma unroll 1
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
+      const int first_key = tile * C::kBlockK;
+      const bool active = keys.any_seen(first_key);
+      Kept kept;
+      if (active) draw(kept, first_key);
       ptx::cp_async_wait<0>();
       __syncthreads();  // K_n is complete; no warp reads V_n+1 (nor, with two stages, K_n+1)
       load_during_qk(tile);
-      const int first_key = tile * C::kBlockK;
-      const bool active = keys.any_seen(first_key);
       float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
       if (active) {
         clear(s);
         multiply_qk<Op, C>(s, q_start, k_start);
       }
       if constexpr (C::kStages == 1) load_during_pv(tile);
-      if (active) softmax_and_pv(rows, s, first_key, slope);
+      if (active) softmax_and_pv(rows, s, first_key, slope, kept);
       if constexpr (C::kStages == 2) next_stage();
     }
     if constexpr (Drop::kDrops) rows.scale(dropping.scale);

@@ -45,8 +45,13 @@ cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream,
   constexpr bool kNeither = !kAlibi && sizeof...(Drop) == 0;
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
+  // The bits of dropout need registers: half the keys.
+  constexpr bool kNarrow = sizeof...(Drop) != 0 && C::kHeadDim > 64 && C::kHeadDim <= 128;
+  using Narrow = Tiling<C::kHeadDim, C::kBlockQ, 32, C::kWarps, 1, C::kMinBlocks>;
+  using Aligned = std::conditional_t<kNarrow, typename Narrow::TwoStages, C>;
+  using Unaligned = std::conditional_t<kNarrow, Narrow, typename C::Unaligned>;
   if (!vector)
-    return launch_tiling<Op, typename C::Unaligned, false, kAlibi>(p, stream, dropout...);
+    return launch_tiling<Op, Unaligned, false, kAlibi>(p, stream, dropout...);
   if constexpr (C::kHeadDim <= 128 && kNeither) {
     using Small = SmallTiles<C::kHeadDim>;
     const int longest = p.cu_seqlens_q != nullptr ? p.max_seqlen_q : p.seq_q;
@@ -61,7 +66,7 @@ cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream,
         static_cast<size_t>(p.shared_per_sm))
       return launch_tiling<Op, TwoStages, true, false>(p, stream);
   }
-  return launch_tiling<Op, C, true, kAlibi>(p, stream, dropout...);
+  return launch_tiling<Op, Aligned, true, kAlibi>(p, stream, dropout...);
 }
 
 // Picks the smallest padded head dimension that holds D and Dv. kAlibi: the bias is slopes.
