@@ -12,13 +12,13 @@
 
 namespace flashsci {
 
-// The dropout of a kernel: none, or that of its last argument.
+// The work that a kernel's last argument adds to probabilities: none, or dropout.
 template <class... Drop>
 struct Dropping;
 
 template <>
 struct Dropping<> {
-  static constexpr bool kDrops = false;
+  static constexpr bool kDrops = false, kWeighted = false;
   struct Seed {};
   __device__ __forceinline__ Dropping() {}
   __device__ __forceinline__ Seed read_seed() const { return {}; }
@@ -26,7 +26,7 @@ struct Dropping<> {
 
 template <>
 struct Dropping<FlashsciDropout> {
-  static constexpr bool kDrops = true;
+  static constexpr bool kDrops = true, kWeighted = false;
   const int64_t* seed;
   uint32_t threshold;
   float scale;

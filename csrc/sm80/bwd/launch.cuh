@@ -104,6 +104,7 @@ template <int kHeadDim>
 BiasPlan plan_bias(const FlashsciBackwardParams& p) {
   using C = BiasTiles<kHeadDim>;
   BiasPlan plan = plan_bias_tiles(p, C::kBlockQ, C::kBlockK);
+  if (weights::has_weights(p.bias_mask)) weights::own_by_key_heads(plan, p);
   plan.splits = 1;
   const int64_t owners = BiasPlan::product(plan.own);
   const int64_t members = BiasPlan::product(plan.members);
@@ -238,6 +239,20 @@ cudaError_t launch_bias(const FlashsciBackwardParams& p, const BackwardPlan& pla
   return error;
 }
 
+// The statistics of all rows, and zeros in the sums of dq.
+template <class Op, class... Drop>
+cudaError_t launch_statistics(const FlashsciBackwardParams& p, const BackwardPlan& plan,
+                              int64_t sums_bytes, cudaStream_t stream, const Drop&... dropout) {
+  int lanes = 4;
+  while (lanes * kChunkElements < p.head_dim_v) lanes *= 2;
+  const int64_t tiles = (p.seq_q + kRowThreads / lanes - 1) / (kRowThreads / lanes);
+  const int vector =
+      plan.vector && (p.dout == nullptr || takes_vectors(p.out, p.out_strides, p.head_dim_v));
+  return launch<statistics_kernel<Op, Drop...>>(
+      tiles * p.batch0 * p.batch1 * p.heads_q, kRowThreads, 0, p.device, stream, p, plan,
+      static_cast<uint32_t>(tiles), lanes, vector, sums_bytes / int64_t{16}, dropout...);
+}
+
 template <class Op, int kHeadDim, class... Drop>
 cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream,
                           const Drop&... dropout) {
@@ -281,14 +296,8 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream,
     if (error != cudaSuccess) return error;
   }
   if (p.seq_q > 0 && (work.keys || work.queries || work.bias)) {
-    int lanes = 4;
-    while (lanes * kChunkElements < p.head_dim_v) lanes *= 2;
-    const int64_t tiles = (p.seq_q + kRowThreads / lanes - 1) / (kRowThreads / lanes);
-    const int vector =
-        plan.vector && (p.dout == nullptr || takes_vectors(p.out, p.out_strides, p.head_dim_v));
-    const cudaError_t error = launch<statistics_kernel<Op, Drop...>>(
-        tiles * heads, kRowThreads, 0, p.device, stream, p, plan, static_cast<uint32_t>(tiles),
-        lanes, vector, work.sums_bytes / int64_t{16}, dropout...);
+    const cudaError_t error =
+        launch_statistics<Op>(p, plan, work.sums_bytes, stream, dropout...);
     if (error != cudaSuccess) return error;
   }
   if (work.keys) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../../core/launch.cuh"
+#include "../weights/logs.cuh"
 #include "bias_mask_kernel.cuh"
 #include "launch.cuh"
 
@@ -155,13 +156,19 @@ cudaError_t launch_forward_bias_mask(const FlashsciForwardParams& p, cudaStream_
 }
 
 // Any call: the kernels of launch.cuh take slopes of ALiBi without a mask, also of packed calls.
-// With dropout slopes are a bias, and packed calls have none.
+// With dropout slopes are a bias, and packed calls have none. Key weights are a bias, too.
 template <class Op, class... Drop>
 cudaError_t launch_any_forward(const FlashsciForwardParams& p, cudaStream_t stream,
                                const Drop&... dropout) {
   if constexpr (sizeof...(Drop) == 0) {
     if (p.bias_mask.mask == nullptr && has_slopes(p.bias_mask))
       return launch_forward<Op, true>(p, stream);
+    if (weights::has_weights(p.bias_mask)) {
+      if (p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
+      FlashsciForwardParams biased = p;
+      const cudaError_t error = weights::take_logs<Op>(biased, p.workspace, stream);
+      return error != cudaSuccess ? error : launch_forward_bias_mask<Op>(biased, stream);
+    }
   }
   return p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr
              ? launch_forward_bias_mask<Op>(p, stream, dropout...)
