@@ -268,6 +268,11 @@ struct BiasGradient {
                         reinterpret_cast<float*>(&shared));
   }
 
+  __device__ __forceinline__ void decode(BiasMember& member, uint32_t number) const {
+    member.decode(number, bias.members);
+#pragma unroll
+    for (int i = 0; i < 5; ++i) member.index[i] += own.index[i];
+  }
   // Members [begin, end).
   __device__ __forceinline__ void run(uint32_t begin, uint32_t end) const {
     TileSums addend, sum;
@@ -277,9 +282,7 @@ struct BiasGradient {
       load_addend(addend);
     set_zero(sum);
     BiasMember next;
-    next.decode(begin, bias.members);
-#pragma unroll
-    for (int i = 0; i < 5; ++i) next.index[i] += own.index[i];
+    decode(next, begin);
     if (C::kStages == 2) {
       load(next, 0);
       ptx::cp_async_commit();
@@ -299,7 +302,10 @@ struct BiasGradient {
       ptx::cp_async_wait<0>();
       __syncthreads();  // this stage is complete; no warp reads the other one
       if (number + 1 < end) {
-        next.advance(bias.members);
+        if constexpr (Drop::kWeighted)
+          decode(next, number + 1);
+        else
+          next.advance(bias.members);
         if (C::kStages == 2) load(next, stage ^ 1);
         shown = load_shown(next);
       }

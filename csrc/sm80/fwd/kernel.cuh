@@ -139,6 +139,7 @@ struct QueryTile {
   using Kept = uint32_t[(C::kM * C::kN + 7) / 8];
   __device__ __forceinline__ void draw(Kept& kept, int first_key) const {
     if constexpr (Drop::kDrops) {
+      if (!keys.any_seen(first_key)) return;
       const uint32_t stream = p.cu_seqlens_q != nullptr
                                   ? (work.segment - 1) * p.heads_q + place.head
                                   : place.batch_head;
@@ -188,13 +189,13 @@ struct QueryTile {
     if (tiles.first < tiles.end) load_first();
 #pragma unroll 1
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
-      const int first_key = tile * C::kBlockK;
-      const bool active = keys.any_seen(first_key);
       Kept kept;
-      if (active) draw(kept, first_key);
+      draw(kept, tile * C::kBlockK);
       ptx::cp_async_wait<0>();
       __syncthreads();  // K_n is complete; no warp reads V_n+1 (nor, with two stages, K_n+1)
       load_during_qk(tile);
+      const int first_key = tile * C::kBlockK;
+      const bool active = keys.any_seen(first_key);
       float s[C::kM][C::kN][4];  // [m16, n8 of keys, fragment]: scores, then P
       if (active) {
         clear(s);
