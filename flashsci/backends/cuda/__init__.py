@@ -139,6 +139,8 @@ def prepared_forward(
     if library.fills_results() or scalars.dropout_p:
         return general
     weighted = tensors.key_weight is not None
+    if weighted and tensors.key_weight.dtype != torch.float32:
+        return general
     options = *layouts.options(scalars), generation, weighted, *layouts.last_options(tensors, 0.0)
     made = prepared.PreparedForward if tensors.alibi_slopes is None else prepared.PreparedForwardOfSlopes
     return made(library.handle, tensors, options, general)
@@ -164,7 +166,9 @@ def backward(
         return *result, q.new_empty(0)
     need = layouts.bias_or_weights_needed(need)
     *found, dweights = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, True)
-    return *found, q.new_empty(0), dweights.reshape(weights.shape) if need & NEED_BIAS else dweights
+    if need & NEED_BIAS:
+        dweights = dweights.reshape(weights.shape).to(weights.dtype)
+    return *found, q.new_empty(0), dweights
 
 
 def prepared_backward(
@@ -188,6 +192,8 @@ def prepared_backward(
     if library.fills_results() or scalars.dropout_p:
         return general
     weighted = saved.tensors.key_weight is not None
+    if weighted and saved.tensors.key_weight.dtype != torch.float32:
+        return general
     options = (
         *layouts.options(scalars),
         scalars.deterministic,

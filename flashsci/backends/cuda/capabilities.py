@@ -93,19 +93,16 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
     assert problem.capability is not None
     capability = problem.capability[0] * 10 + problem.capability[1]
     info = library.described()
-    if problem.key_weight:  # only csrc/sm80/small has them
-        if generation not in (0, 80) or capability < 80 or not _is_weighted(problem):
-            return 0, WEIGHTED
-        if kind == "backward" and not strides:
-            return (
-                0,
-                "its gradients of key_weight are of rows that begin at multiples of 16 bytes, and of weights of each batch member",
-            )
-        return 80, None
-    for given, name in ((problem.dropout_p, "dropout"), (problem.alibi, "alibi_slopes")):
+    if problem.key_weight and (problem.varlen or problem.bias):
+        return 0, WEIGHTED
+    for given, name in (
+        (problem.dropout_p, "dropout"),
+        (problem.alibi, "alibi_slopes"),
+        (problem.key_weight, "key_weight"),
+    ):
         if given and (generation not in (0, 80) or capability < 80):
             return 0, f"only its kernels for compute capability 8.0 and newer (sm80) have {name}"
-    if problem.dropout_p or problem.alibi:
+    if problem.dropout_p or problem.alibi or problem.key_weight:
         generation = 80
     units = dict.fromkeys(_UNITS, "dropout") if problem.dropout_p else _UNITS
     reason = None
@@ -171,30 +168,8 @@ DROPPING = (
     "it has dropout for float16 and bfloat16 calls without key_weight, and for packed sequences without alibi_slopes"
 )
 
-#: The calls with key weights that csrc/sm80/small takes.
-WEIGHTED = (
-    "it has key_weight for float32 calls of at most 32 queries and keys and 64 head dims, multiples of 4, without bias, "
-    "softcap and grouped heads"
-)
-
-
-def _is_weighted(problem: Problem) -> bool:
-    """Whether a call with key weights is one of WEIGHTED.
-
-    No library is asked: a refusal states these limits, also where none was built or where a compiler hides sizes.
-    """
-    p = problem
-    if p.varlen or p.bias or p.softcap or p.seq_q is None or p.seq_k is None:
-        return False
-    dims = p.head_dim, p.head_dim_v
-    return (
-        p.dtype == torch.float32
-        and p.heads_q == p.heads_k
-        and max(p.seq_q, p.seq_k) <= 32
-        and max(dims) <= 64
-        and not any(dim % 4 for dim in dims)
-        and "cuda/sm80/small_fp32" in library.described()["units"]
-    )
+#: The calls with key weights that csrc/sm80 takes.
+WEIGHTED = "it has key_weight for dense calls without bias and alibi_slopes"
 
 
 def older_backward(problem: Problem, generation: int = 0) -> int:

@@ -95,7 +95,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dims", "dtype"),
-    [*((dims, ("bfloat16", "float16")[dims[0] % 64 != 0]) for dims in DIMS)],
+    [*((dims, ("bfloat16", "float16")[dims[0] % 64 != 0]) for dims in DIMS)]
+    + [(dims, "float32") for dims in ((16, 16), (32, 20), (64, 64), (128, 128))],
 )
 def test_every_tile(kernels, dims, dtype, kind):
     """Tiles that are cut, several of them, in both directions; heads of keys with two heads of queries each."""
@@ -110,7 +111,7 @@ def test_every_tile(kernels, dims, dtype, kind):
 
 
 @pytest.mark.parametrize("need", ("", "q", "kv"))
-@pytest.mark.parametrize("dtype", ("float16",))
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_gradients_alone(kernels, dtype, need):
     """That of the weights without the others, and with some of them."""
     variant = Variant(dtype, 64, 64, key_weight="float", key_weight_grad=True)
@@ -122,7 +123,7 @@ def test_gradients_alone(kernels, dtype, need):
 def test_generated_calls(kernels, part):
     pool = [
         Variant(dtype, *dims, key_weight="float", key_weight_grad=grad, window=window, mask=mask, lse_grad=mask, softcap=window and mask)
-        for dtype in ("bfloat16", "float16")
+        for dtype in ("bfloat16", "float16", "float32")
         for dims in ((40, 64), *DIMS[:4])
         for window in (False, True)
         for mask in (False, True)
