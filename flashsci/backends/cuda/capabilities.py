@@ -95,6 +95,11 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
     info = library.described()
     if problem.key_weight and (problem.varlen or problem.bias):
         return 0, WEIGHTED
+    if kind == "backward" and not strides and _is_short_weighted(problem):
+        return (
+            0,
+            "its gradients of key_weight for at most 32 queries and keys are of rows that begin at multiples of 16 bytes, and of weights of each batch member",
+        )
     for given, name in (
         (problem.dropout_p, "dropout"),
         (problem.alibi, "alibi_slopes"),
@@ -170,6 +175,25 @@ DROPPING = (
 
 #: The calls with key weights that csrc/sm80 takes.
 WEIGHTED = "it has key_weight for dense calls without bias and alibi_slopes"
+
+
+def _is_short_weighted(problem: Problem) -> bool:
+    """Whether the forward of a call with key weights is one of csrc/sm80/small, whose backward has fewer layouts.
+
+    No library is asked: a refusal states these limits, also where none was built or where a compiler hides sizes.
+    """
+    p = problem
+    if not p.key_weight or p.bias or p.softcap or p.seq_q is None or p.seq_k is None:
+        return False
+    dims = p.head_dim, p.head_dim_v
+    return (
+        p.dtype == torch.float32
+        and p.heads_q == p.heads_k
+        and max(p.seq_q, p.seq_k) <= 32
+        and max(dims) <= 64
+        and not any(dim % 4 for dim in dims)
+        and "cuda/sm80/small_fp32" in library.described()["units"]
+    )
 
 
 def older_backward(problem: Problem, generation: int = 0) -> int:
