@@ -7,6 +7,7 @@
 #include "../include/flashsci_alibi.h"
 #include "../include/flashsci_dropout.h"
 #include "../include/flashsci_small.h"
+#include "../include/flashsci_weights.h"
 #include "rehearse.h"
 #include "tensor.h"
 

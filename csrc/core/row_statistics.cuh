@@ -56,11 +56,9 @@ __device__ __forceinline__ void load_row(float (&x)[kChunkElements],
 }
 
 // Run by a block of kRowThreads; `lanes` threads share a row, and each head has `tiles` blocks.
-// of_delta: a factor of delta.
 template <class Op, class Plan>
 __device__ __forceinline__ void find_statistics(const FlashsciBackwardParams& p, const Plan& plan,
-                                                uint32_t tiles, int lanes, int vector,
-                                                float of_delta = 1.f) {
+                                                uint32_t tiles, int lanes, int vector) {
   const TileCoord place(blockIdx.x, tiles, p.heads_q, p);
   const int row = place.tile * (kRowThreads / lanes) + threadIdx.x / lanes;
   const int chunk = threadIdx.x % lanes;
@@ -86,8 +84,7 @@ __device__ __forceinline__ void find_statistics(const FlashsciBackwardParams& p,
     if (p.dlse != nullptr)
       sum -= p.dlse[place.offset(p.dlse_strides, place.head) + row * p.dlse_strides.row];
     plan.statistics[at] =
-        lse == -INFINITY ? make_float2(-INFINITY, 0.f)
-                         : make_float2(-lse_of_backward(lse), -sum * of_delta);
+        lse == -INFINITY ? make_float2(-INFINITY, 0.f) : make_float2(-lse_of_backward(lse), -sum);
   }
 }
 

@@ -19,7 +19,14 @@ __global__ void __launch_bounds__(kRowThreads, 6)
     statistics_kernel(const __grid_constant__ FlashsciBackwardParams p,
                       const __grid_constant__ BackwardPlan plan, uint32_t tiles, int lanes,
                       int vector, int64_t sums_float4, Drop... dropout) {
-  find_statistics<Op>(p, plan, tiles, lanes, vector, (1.f / ... / dropout.keep_scale));
+  find_statistics<Op>(p, plan, tiles, lanes, vector);
+  if constexpr (sizeof...(Drop) != 0) {
+    const TileCoord place(blockIdx.x, tiles, p.heads_q, p);
+    const int row = place.tile * (kRowThreads / lanes) + threadIdx.x / lanes;
+    if (row < p.seq_q && threadIdx.x % lanes == 0)  // this thread's own entry
+      plan.statistics[(static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q + row]
+          .y *= (1.f / ... / dropout.keep_scale);
+  }
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kRowThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x; i < sums_float4;
        i += threads)

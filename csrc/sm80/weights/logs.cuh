@@ -9,6 +9,7 @@
 #include "../../core/launch.cuh"
 #include "../../include/flashsci.h"
 #include "../../include/flashsci_small.h"
+#include "../../include/flashsci_weights.h"
 
 namespace flashsci::sm80::weights {
 

@@ -194,7 +194,7 @@ FAULTS = {
     "a round less": ("../core/dropout.cuh", "round < 10", "round < 9"),
     "the query of another column": ("../core/dropout.cuh", "query + c / 2 * 8 + c % 2", "query + c"),
     "a kept gradient of what is dropped": ("../sm80/bwd/bias_mask.cuh", "if (!stays<kM>(kept, i / 4, n, i % 4)) dp[i", "if (false) dp[i"),
-    "delta of another scale": ("../sm80/bwd/preprocess.cuh", "(1.f / ... / dropout.keep_scale)", "(1.f / ... / (dropout.keep_scale / 2.f))"),
+    "delta of another scale": ("../sm80/bwd/preprocess.cuh", "(1.f / ... / dropout.keep_scale)", "(2.f / ... / dropout.keep_scale)"),
     "entries of the first head": ("../sm80/bwd/bias_mask_kernel.cuh", "stream + member", "stream"),
 }  # fmt: skip
 
