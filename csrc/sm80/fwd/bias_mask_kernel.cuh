@@ -178,6 +178,13 @@ struct BiasMaskWarp {
                                        const Unit& work, int first_key) const {
     const bool active = work.keys.any_seen(first_key);
     const int row = work.warp_row + opaque(lane) / 4, key = first_key + opaque(lane) % 4 * 8;
+    uint32_t kept = 0;  // by dropout, drawn before scores need the registers
+    if constexpr (Drop::kDrops) {
+      static_assert(kMembers == 1, "the stream is that of the first member");
+      const uint32_t stream =
+          (work.place.batch0 * p.batch1 + work.place.batch1) * p.heads_q + work.place.head;
+      kept = dropping.template draw_interleaved_rows<C::kM, C::kN>(seed, stream, row, key);
+    }
     uint32_t words[kMembers][C::kN / 2];  // of the key masks
     bool any_shown[kMembers], any_hidden[kMembers];
     read_key_masks(words, any_shown, any_hidden, active, work.place.count);
@@ -194,10 +201,7 @@ struct BiasMaskWarp {
       if (work.keys.any_hidden(first_key)) mask_scores<true>(s, window, row, key);
       online_softmax_lazily(s, rows[r].o, rows[r].row_max, rows[r].row_sum, plan.scores.exp_scale);
       if constexpr (Drop::kDrops) {
-        static_assert(kMembers == 1, "the stream is that of the first member");
-        const uint32_t stream =
-            (work.place.batch0 * p.batch1 + work.place.batch1) * p.heads_q + work.place.head;
-        drop(s, 0, dropping.template draw_interleaved_rows<C::kM, C::kN>(seed, stream, row, key));
+        drop(s, 0, kept);
       }
       multiply_pv<Op, C>(rows[r].o, s, v_start + r * kTileBytes);
     }

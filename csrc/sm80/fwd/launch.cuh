@@ -46,8 +46,8 @@ cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream,
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
   // The bits of dropout need registers: half the keys.
-  constexpr bool kNarrow = sizeof...(Drop) != 0 && C::kHeadDim > 64 && C::kHeadDim <= 128;
-  using Narrow = Tiling<C::kHeadDim, C::kBlockQ, 32, C::kWarps, 1, C::kMinBlocks>;
+  constexpr bool kNarrow = sizeof...(Drop) != 0 && C::kHeadDim != 64 && C::kHeadDim <= 128;
+  using Narrow = Tiling<C::kHeadDim, C::kBlockQ, C::kBlockK / 2, C::kWarps, 1, C::kMinBlocks>;
   using Aligned = std::conditional_t<kNarrow, typename Narrow::TwoStages, C>;
   using Unaligned = std::conditional_t<kNarrow, Narrow, typename C::Unaligned>;
   if (!vector)
