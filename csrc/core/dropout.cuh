@@ -34,8 +34,8 @@ struct Dropping<FlashsciDropout> {
   __device__ __forceinline__ explicit Dropping(const FlashsciDropout& p)
       : seed(p.seed), threshold(p.threshold), scale(p.keep_scale) {}
 
-  // The seed, in uniform registers. The backward reads it for each word of bits: its main loops have
-  // no registers to keep it in.
+  // The seed, in uniform registers. The backward reads it for each word of bits: its main loops
+  // have no registers to keep it in.
   struct Seed {
     uint32_t key[2], offset;
   };

@@ -57,8 +57,8 @@ __device__ __forceinline__ bool stays(uint32_t kept, int m, int n, int e) {
   return kept >> (2 * kM * (n * 2 + e % 2) + m * 2 + e / 2) & 1;
 }
 
-// dP^T - delta / scale of what is dropped becomes -delta / scale. statistics: (-lse, -delta / scale)
-// of this lane's first query.
+// dP^T - delta / scale of what is dropped becomes -delta / scale. statistics: of this lane's first
+// query, (-lse, -delta / scale).
 template <int kM, int kN>
 __device__ __forceinline__ void drop_gradients(float (&dp)[kM][kN][4], uint32_t kept,
                                                uint32_t statistics) {

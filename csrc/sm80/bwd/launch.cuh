@@ -221,8 +221,8 @@ cudaError_t launch_queries(const FlashsciBackwardParams& p, const BackwardPlan& 
   static_assert(sizeof(QueryShared<C>) <= kTilesBudget, "over the budget");
   const int64_t tiles = num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, p.cu_seqlens_q != nullptr);
   return launch<backward_queries_kernel<Op, C, Drop...>>(
-      tiles * p.heads_q * p.batch0 * p.batch1, C::kThreads, sizeof(QueryShared<C>), p.device, stream,
-      p, plan, static_cast<uint32_t>(tiles), dropout...);
+      tiles * p.heads_q * p.batch0 * p.batch1, C::kThreads, sizeof(QueryShared<C>), p.device,
+      stream, p, plan, static_cast<uint32_t>(tiles), dropout...);
 }
 
 template <class Op, int kHeadDim, class... Drop>

@@ -135,7 +135,7 @@ struct QueryTile {
                             : slope_of(p.bias_mask, place, place.head);
     return plan.scores.mode == kScaled ? slope / p.scale : slope;
   }
-  // Which probabilities of a tile stay, drawn before its scores need the registers.
+  // The bits of the probabilities of a tile that stay, drawn before its scores need the registers.
   using Kept = uint32_t[(C::kM * C::kN + 7) / 8];
   __device__ __forceinline__ void draw(Kept& kept, int first_key) const {
     if constexpr (Drop::kDrops) {

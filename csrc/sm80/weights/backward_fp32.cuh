@@ -1,5 +1,5 @@
-// The fp32 backward of calls with key weights: that of the same call with their logarithms as a bias,
-// and the gradient of the weights.
+// The fp32 backward of calls with key weights: that of the same call with their logarithms as a
+// bias, and the gradient of the weights.
 #pragma once
 #include "../bwd_fp32/launch.cuh"
 #include "limits.cuh"

@@ -1,5 +1,5 @@
-// Key weights as a bias: the logarithm of each weight, for the kernels of csrc/sm80 that compute out,
-// lse, dq, dk and dv.
+// Key weights as a bias: the logarithm of each weight, for the kernels of csrc/sm80 that compute
+// out, lse, dq, dk and dv.
 #pragma once
 #include <algorithm>
 #include <cmath>

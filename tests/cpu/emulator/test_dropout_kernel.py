@@ -46,7 +46,9 @@ def forward(library: c.CDLL, x: Inputs, room: int, seed: int) -> dict[str, torch
     return {"out": of_heads(x, out), "lse": lse}
 
 
-def backward(library: c.CDLL, x: Inputs, made: dict, room: int, deterministic: bool, seed: int, need: str = "qkv") -> dict:
+def backward(
+    library: c.CDLL, x: Inputs, made: dict, room: int, deterministic: bool, seed: int, need: str = "qkv"
+) -> dict:
     give(library, x)
     found = {f"d{name}": of_heads(x, poisoned(getattr(x, name))) for name in need}
     out, dout, lse = of_heads(x, made["out"]), of_heads(x, x.dout), made["lse"].contiguous()
@@ -101,9 +103,7 @@ def test_every_tile(library, dims, kind):
         ("bfloat16", "float16")[dims[0] % 64 != 0], *dims, dropout=True, lse_grad=True, window="window" in given or "causal" in given,
         softcap="softcap" in given, mask="mask_shape" in given, bias="pair" if biased else None, bias_grad=biased,
     )  # fmt: skip
-    case = Case(
-        variant, sum(dims) // 32, lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=150, dropout_p=0.25, **given
-    )
+    case = Case(variant, sum(dims) // 32, lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=150, dropout_p=0.25, **given)
     for deterministic in (False, True):
         judge(library, case, deterministic)
 

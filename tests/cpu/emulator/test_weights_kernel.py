@@ -46,7 +46,9 @@ def forward(library: c.CDLL, x: Inputs, room: int, seed: int) -> dict[str, torch
     return {"out": out, "lse": lse}
 
 
-def backward(library: c.CDLL, x: Inputs, made: dict, room: int, deterministic: bool, seed: int, need: str = "qkv") -> dict:
+def backward(
+    library: c.CDLL, x: Inputs, made: dict, room: int, deterministic: bool, seed: int, need: str = "qkv"
+) -> dict:
     found = {f"d{name}": poisoned(getattr(x, name)) for name in need}
     p = parameters(x, room) | {"max_seqlen_k": -1, "deterministic": int(deterministic)}
     for name, gradient in found.items():
