@@ -90,8 +90,11 @@ cudaError_t launch_bias_mask_padded(const FlashsciForwardParams& p, const BiasMa
                  : launch_bias_mask_tiling<Op, BiasMaskTiling<Wide, 1, 2>, true>(p, bias_mask,
                                                                                  stream);
   }
-  return launch_bias_mask_tiling<Op, BiasMaskTiling<Wide, 1, 0>, true>(p, bias_mask, stream,
-                                                                       dropout...);
+  // The bits of dropout need registers.
+  using Aligned = std::conditional_t<sizeof...(Drop) != 0 && kHeadDim == 128,
+                                     Tiling<128, 64, 32, 4, 2, 2>, Wide>;
+  return launch_bias_mask_tiling<Op, BiasMaskTiling<Aligned, 1, 0>, true>(p, bias_mask, stream,
+                                                                          dropout...);
 }
 
 // The arguments that do not depend on the tile shape.
