@@ -91,7 +91,7 @@ def _places(first: dict[str, Any]) -> dict[str, Any]:
     return first | {name: first[like] for name, like in _LIKE.items()}
 
 
-def _directions(place: dict[str, Any], inputs: Inputs) -> dict[str, dict[str, Tensor]]:
+def _directions(place: dict[str, Any], inputs: Inputs) -> dict[str, Any]:
     """The tangents of one block along both directions, and of the first along the second; none of these without
     ``twice``."""
     second, mixed = second_direction(inputs.tangents if inputs.twice else {})

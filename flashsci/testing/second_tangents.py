@@ -98,7 +98,11 @@ class SecondTangents:
     def _raw(self, tangents: Tangents, more: list[tuple[Sized, Sized]]) -> Sized | None:
         """The tangent of products; ``more``: pairs of rows whose product is part of it."""
         tq, tk = tangents.get("tq"), tangents.get("tk")
-        pairs = [(tq, self.k)] * (tq is not None) + [(self.q, tk)] * (tk is not None) + more
+        pairs = list(more)
+        if tq is not None:
+            pairs.append((tq, self.k))
+        if tk is not None:
+            pairs.append((self.q, tk))
         found: Sized | None = None
         for x, y in pairs:
             found = _sum(found, x.matmul(y.turned()))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import flashsci.distributed as fd
 from flashsci.distributed import agreement, block, collectives, exchange, triangle
 
-TIMEOUT = 8.0  # seconds of these groups; on a busy machine a call may take a few
+TIMEOUT = 16.0  # seconds of these groups; on a busy machine ranks may take several to connect
 
 
 def fresh(mesh: Any) -> Any:

@@ -212,10 +212,11 @@ def test_pairs_of_some_releases():
         matrix.chosen(["1.0"])
 
 
-def test_ci_runs_the_newest_torch():
-    (pair,) = re.findall(r"make versions QUICK=1 VERSIONS=(\S+)", (ROOT / ".ci" / "run").read_text())
-    ((torch, _),) = matrix.chosen([pair])
-    assert versions.series(torch) == versions.NEWEST["torch"]
+def test_ci_runs_the_oldest_and_the_newest_torch():
+    (pairs,) = re.findall(r'make versions QUICK=1 VERSIONS="(.+?)"', (ROOT / ".ci" / "run").read_text())
+    oldest, newest = (versions.series(torch) for torch, _ in matrix.chosen(pairs.split()))
+    metadata = (ROOT / "pyproject.toml").read_text()
+    assert f'"torch>={".".join(map(str, oldest))}"' in metadata and newest == versions.NEWEST["torch"]
 
 
 def test_the_outcome_of_a_run():
