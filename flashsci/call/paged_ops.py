@@ -40,8 +40,7 @@ class PagedTensors(NamedTuple):
 
 
 class PagedScalars(NamedTuple):
-    """The options of one call: 0 is off (softcap), -1 is none (windows) or unknown (the longest length, which may also be
-    :data:`flashsci.call.ops.BATCH_INVARIANT`)."""
+    """The options of one call: 0 is off (softcap), -1 is none (windows) or unknown (the longest length)."""
 
     max_seqlen_q: int
     scale: float

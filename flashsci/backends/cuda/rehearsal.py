@@ -57,9 +57,7 @@ def forward_kernels(tensors: Tensors, scalars: Scalars, device: DescribedDevice,
     options = layouts.options(scalars)
     inputs = layouts.inputs(tensors)
     weighted = tensors.key_weight is not None
-    return _asked(
-        "cuda_forward_kernels", *inputs, *options, generation, weighted, *device, *layouts.with_slopes(tensors)
-    )
+    return _asked("cuda_forward_kernels", *inputs, *options, generation, weighted, *device)
 
 
 def backward_kernels(
@@ -75,7 +73,7 @@ def backward_kernels(
     weighted = tensors.key_weight is not None
     return _asked(
         "cuda_backward_kernels", dout, dlse, *layouts.inputs(tensors), saved.out, saved.lse, *layouts.options(scalars), scalars.deterministic,
-        generation, layouts.bias_or_weights_needed(need), weighted, *device, *layouts.with_slopes(tensors),
+        generation, layouts.bias_or_weights_needed(need), weighted, *device,
     )  # fmt: skip
 
 
