@@ -62,23 +62,23 @@ def formulas() -> dict[Any, Callable[..., int]]:
     op = getattr(torch.ops.flashsci, "triton_map_statistics", None)
     if op is not None:
         found[op] = _formula_of_maps(op)
-    for name, pairs in PAIRS.items():
+    for name, counted in PAIRS.items():
         op = getattr(torch.ops.flashsci, name)
-        found[op] = _formula(op, *PRODUCTS[name.rpartition("_")[2]], pairs)
+        found[op] = _formula(op, *PRODUCTS[name.rpartition("_")[2]], counted)
     return found
 
 
 def _formula(
-    op: Any, over_dim: int, over_values: int, pairs: Callable[[dict[str, Any]], int] | None = None
+    op: Any, over_dim: int, over_values: int, of_call: Callable[[dict[str, Any]], int] | None = None
 ) -> Callable[..., int]:
-    """The formula of an op; ``pairs``: the number of pairs by the op's arguments, if shapes and windows do not tell it."""
+    """The formula of an op; ``of_call``: the number of pairs by the op's arguments, if shapes and windows do not tell it."""
     names = [argument.name for argument in op.default._schema.arguments]
 
     def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
         given = dict(zip(names, arguments, strict=False)) | named
         values = given["v"] if "v" in given else given["v_cache"]
         products = over_dim * given["q"].shape[-1] + over_values * values.shape[-1]
-        return int(2 * (pairs or _pairs)(given) * products)
+        return int(2 * (of_call or pairs)(given) * products)
 
     count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
     return count
@@ -92,13 +92,13 @@ def _formula_of_maps(op: Any) -> Callable[..., int]:
         given = dict(zip(names, arguments, strict=False)) | named
         given |= {"max_seqlen_q": given["q"].shape[-2], "max_seqlen_k": given["k"].shape[-2]}
         products = int(given["entropy"] or given["largest_score"]) + int(given["key_sum"])
-        return int(2 * _pairs(given) * products * given["q"].shape[-1])
+        return int(2 * pairs(given) * products * given["q"].shape[-1])
 
     count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
     return count
 
 
-def _pairs(given: dict[str, Any]) -> int:
+def pairs(given: dict[str, Any]) -> int:
     """The pairs of a dense or packed call, over all heads."""
     q, k = given["q"], given["k"]
     first, second = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")

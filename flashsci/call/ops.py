@@ -418,7 +418,7 @@ def define(backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[s
         keys,
         lambda *given: fake(*grouped(*given)),
     )
-    register_vmap(op)
+    register_vmap(op, f"{backend}_many_jvp" if what == "jvp" else "")
 
     def call(*arguments: Any) -> Any:
         given = flat(*arguments)
@@ -484,12 +484,18 @@ def _roles() -> dict[str, Role | None]:
 _ROLES = _roles()
 
 
-def register_vmap(op: Any) -> None:
+#: Functions that compute the tangents of a call along many directions at once, by the name of their op; they return None for
+#: calls that they do not serve. directions.py adds them.
+MANY: dict[str, Callable[..., Any]] = {}
+
+
+def register_vmap(op: Any, many: str = "") -> None:
     """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
 
     Samples run one after the other where one batch would give something else: where q has no leading dim left (two
     nested vmaps of ``[B, H, S, D]``), in packed calls, whose tensors have no leading dims, under dropout, whose
-    entries depend on the index in the batch, and where another argument (offsets, a seed) is mapped.
+    entries depend on the index in the batch, and where another argument (offsets, a seed) is mapped. Where only
+    tangents are mapped, the function of :data:`MANY` with the name ``many`` comes first.
     """
     names = [argument.name for argument in op._schema.arguments]
     tensors = tuple(p for p, name in enumerate(names) if _ROLES.get(name) in kinds.BATCHED)
@@ -505,6 +511,10 @@ def register_vmap(op: Any) -> None:
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         mapped = [p for p, dim in enumerate(in_dims) if dim is not None]
+        if many in MANY and max(mapped) < _L:
+            found = MANY[many](info.batch_size, in_dims, *args)
+            if found is not None:
+                return found
         alone = (
             args[packed] is not None
             or (dropout is not None and args[dropout] != 0)
