@@ -64,7 +64,8 @@ def define(
             found = op(*each, *args[_L:])
             return tuple(x.unflatten(0, (count, -1)) for x in found), (0, 0)
         samples = [
-            op(*(x if dim is None else x.select(dim, n) for x, dim in zip(args, in_dims, strict=True))) for n in range(count)
+            op(*(x if dim is None else x.select(dim, n) for x, dim in zip(args, in_dims, strict=True)))
+            for n in range(count)
         ]
         return tuple(torch.stack(x) for x in zip(*samples, strict=True)), (0, 0)
 

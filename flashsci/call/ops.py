@@ -217,9 +217,7 @@ JVP_SCHEMA = f"({_TANGENT_ARGS}, {_SAVED_ARGS}) -> (Tensor tout, Tensor tlse)"
 # Tangents along a first and a second direction, and of the former along the latter.
 _DIRECTIONS = ("t", "u", "tu")
 _SECOND_TANGENT_ARGS = ", ".join(arguments(Tangents, prefix=p) for p in _DIRECTIONS)
-SECOND_JVP_SCHEMA = (
-    f"({_SECOND_TANGENT_ARGS}, Tensor tlse, Tensor ulse, {_SAVED_ARGS}) -> (Tensor tuout, Tensor tulse)"
-)
+SECOND_JVP_SCHEMA = f"({_SECOND_TANGENT_ARGS}, Tensor tlse, Tensor ulse, {_SAVED_ARGS}) -> (Tensor tuout, Tensor tulse)"
 DOUBLE_BACKWARD_SCHEMA = (
     f"({_TANGENT_ARGS}, Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> "
     f"({_GRADIENTS.format('g')}, Tensor gdout, Tensor gdlse)"

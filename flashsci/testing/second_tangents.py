@@ -59,7 +59,7 @@ class SecondTangents:
         self.rounded, self.tiny, self.caps_bias, self.p_sink = rounded, tiny, caps_bias, p_sink
 
     def results(self, first: Tangents, second: Tangents, mixed: Tangents) -> dict[str, Sized]:
-        """"tuout" and "tulse"."""
+        """The second tangents of out and lse, "tuout" and "tulse"."""
         a, b = self._moved(first), self._moved(second)
         crossed = [(first.get("tq"), second.get("tk")), (second.get("tq"), first.get("tk"))]
         raw = self._raw(mixed, [(x, y) for x, y in crossed if x is not None and y is not None])

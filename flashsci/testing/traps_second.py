@@ -122,7 +122,10 @@ def forward_mode_over_forward_mode(backend: str, device: torch.device, dtype: st
     case = Case(seed=28, variant=plain, lead=(2,), heads_k=2, group=2, seq_q=75, seq_k=130)
     variants: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
-        ({"bias": "pair", "bias_grad": True, "tangents": ALL, "dropout": True}, {"bias_shape": (2, 1, 75, 130), "dropout_p": 0.2}),
+        (
+            {"bias": "pair", "bias_grad": True, "tangents": ALL, "dropout": True},
+            {"bias_shape": (2, 1, 75, 130), "dropout_p": 0.2},
+        ),
         ({"window": True, "softcap": True}, {"causal": True, "softcap": 3.0}),
         ({"varlen": True}, {"rank": 3, "lead": (), "lens_q": (70, 0, 3), "lens_k": (33, 5, 90)}),
         ({"key_weight": "float", "key_weight_grad": True, "tangents": "qkvw"}, {"weight_shape": (2, 1, 130)}),

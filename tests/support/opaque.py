@@ -139,7 +139,7 @@ def second_jvp(first, second, mixed, first_lse, second_lse, saved):
     p, bare = c.p(lse), c.bare(lse)
     aq, ak, av, araw, a, aw, am, _ = _tangent(c, lse, *first, out)
     bq, bk, bv, braw, b, bw, bm, _ = _tangent(c, lse, *second, out)
-    xq, xk, xv, xraw, *_ = _tangent(c, lse, *mixed, out)
+    _, _, xv, xraw, *_ = _tangent(c, lse, *mixed, out)
     raw = xraw + c.scale * (aq @ bk.mT + bq @ ak.mT)
     rate = raw
     if c.tanh is not None:

@@ -226,7 +226,9 @@ def jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
 def second_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
     leaves, function = _differentiable(given, dtype)
     first, second, mixed = (
-        tuple(torch.zeros_like(x) if given[f"{p}{n}"] is None else given[f"{p}{n}"].to(dtype) for n, x in leaves.items())
+        tuple(
+            torch.zeros_like(x) if given[f"{p}{n}"] is None else given[f"{p}{n}"].to(dtype) for n, x in leaves.items()
+        )
         for p in DIRECTIONS
     )
     values, count = tuple(x.detach() for x in leaves.values()), len(leaves)
@@ -642,7 +644,12 @@ def _mapped(base: Callable[[str], Arguments], label: str) -> Callable[[str], Arg
 def _triton() -> Iterator[Right]:
     bases = {"dense": dense, "capped": capped, "tiles": tiled, "dropout": _of(dense, True), "packed": packed}
     yield Right("triton_mask_tiles", "mask", mask_alone, table_of)
-    truths = {"backward": backward_of, "jvp": jvp_of, "second_jvp": second_jvp_of, "double_backward": double_backward_of}
+    truths = {
+        "backward": backward_of,
+        "jvp": jvp_of,
+        "second_jvp": second_jvp_of,
+        "double_backward": double_backward_of,
+    }
     for label, base in bases.items():
         if label == "dropout":  # of the second order its checks are those of the first
             truths = {"backward": backward_of}

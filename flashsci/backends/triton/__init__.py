@@ -36,8 +36,10 @@ from flashsci.backends.triton.plans import (  # noqa: F401
     mask_tiles,
     paged,
     residual,
-    second_jvp as second_jvp_plans,
     second_order,
+)
+from flashsci.backends.triton.plans import (
+    second_jvp as second_jvp_plans,
 )
 from flashsci.call import derivatives, directions, fp8_ops, kinds, ops
 from flashsci.call.laplacian_tensors import LaplacianTensors

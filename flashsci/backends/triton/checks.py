@@ -233,7 +233,10 @@ def many_jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
     def op(tangents: Tangents, saved: Saved) -> Any:
         tensors, out, lse, scalars = saved
-        need(tangents.bias is None and tangents.key_weight is None, "tangents along many directions are those of q, k and v")
+        need(
+            tangents.bias is None and tangents.key_weight is None,
+            "tangents along many directions are those of q, k and v",
+        )
         counts = {x.shape[0] if x.dim() else 0 for x in tangents if x is not None}
         need(len(counts) == 1, f"tangents along many directions are [n, *], with one n, got {sorted(counts)}")
         first = [None if x is None else x[0] if x.shape[0] else x.new_empty(x.shape[1:]) for x in tangents]

@@ -61,7 +61,11 @@ def call(op, values):
     if op == "jvp":
         return raw.triton_jvp(*of((*TANGENTS, *NAMES, "out", "lse")), *scalars)
     if op == "second_jvp":
-        values = {f"u{n}": torch.ones_like(values[n]) for n in ("q", "k")} | dict.fromkeys(("tlse", "ulse"), values["lse"]) | values
+        values = (
+            {f"u{n}": torch.ones_like(values[n]) for n in ("q", "k")}
+            | dict.fromkeys(("tlse", "ulse"), values["lse"])
+            | values
+        )
         seconds = [f"{prefix}{n[1:]}" for prefix in ("u", "tu") for n in TANGENTS]
         given = [values.get(n) for n in (*TANGENTS, *seconds, "tlse", "ulse", *NAMES, "out", "lse")]
         return raw.triton_second_jvp(*given, *scalars)

@@ -444,7 +444,7 @@ def test_forward_over_forward_of_some_tensors(moved):
         for backend in ("triton", "reference"):
             values = torch.zeros(2, dtype=torch.float64)
 
-            def call(s, r, b=backend):
+            def call(s, r, b=backend, others=others):
                 xs = [x + s * x.sin() * (i in moved) + r * x.cos() * (i in others) for i, x in enumerate(tensors)]
                 return total(b)(*xs)
 

@@ -73,7 +73,10 @@ for name, b, h, d, s, dtype, causal in CASES:
                 print("WRONG", title, error)
             first = timed(lambda: torch.func.jvp(ours, *given[:2]))
             mine, theirs = (timed(lambda f=f: twice(f, *given)) for f in (ours, plain(causal)))
-            print(f"{title:32s} jvp {first:9.1f}  twice {mine:9.1f}  plain {theirs:9.1f}  {theirs / mine:6.2f}", flush=True)
+            print(
+                f"{title:32s} jvp {first:9.1f}  twice {mine:9.1f}  plain {theirs:9.1f}  {theirs / mine:6.2f}",
+                flush=True,
+            )
             q, k, v = (x[:1] for x in given[0])
             many = torch.randn(16, *q.shape, device="cuda", dtype=dtype)
             one = lambda t: torch.func.jvp(lambda q: ours(q, k, v), (q,), (t,))[1]

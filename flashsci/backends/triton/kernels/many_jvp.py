@@ -63,7 +63,9 @@ def many_jvp_kernel(
     directions, steps = tiles
     groups = tl.cdiv(directions, GROUP)
     n0 = tl.program_id(0) % groups * GROUP
-    i0, at, span = query_tile(tl.program_id(0) // groups, inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
+    i0, at, span = query_tile(
+        tl.program_id(0) // groups, inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1
+    )
     if i0 >= span.len_q:
         return
     i = i0 + tl.arange(0, BLOCK_M)
@@ -84,14 +86,12 @@ def many_jvp_kernel(
     centred = tl.zeros([BLOCK_M], tl.int1)
     total = tl.zeros([BLOCK_M], tl.float32)
     tq_all = ()
-    states = ()
+    states = ()  # below, sums of tuples: Triton has no unpacking
     for g in tl.static_range(0, GROUP):
         n = tl.minimum(n0 + g, directions - 1)  # the last group may be incomplete: it computes its last direction again
         tq = direction_of(tangents.q, n, steps[0])
-        tq_all = tq_all + (load_rows(tq, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D),)
-        states = states + (
-            (tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32), zero_chunks(BLOCK_M, V)),
-        )
+        tq_all = tq_all + (load_rows(tq, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D),)  # noqa: RUF005
+        states = states + ((tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32), zero_chunks(BLOCK_M, V)),)  # noqa: RUF005
 
     edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
     FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
@@ -120,7 +120,7 @@ def many_jvp_kernel(
             moved = ()
             for g in tl.static_range(0, GROUP):
                 n = tl.minimum(n0 + g, directions - 1)
-                moved = moved + (
+                moved = moved + (  # noqa: RUF005
                     advanced(
                         states[g], tangents, tq_all[g], tangent_strides, n, steps, start, at, span, keys_left, products,
                         q_rows, k_rows, v_rows, slope, i, j, p, kept, mass, fresh, sizes, mod, F, D, V, PRECISION, BLOCK_N,

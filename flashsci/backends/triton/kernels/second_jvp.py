@@ -72,7 +72,9 @@ def second_jvp_kernel(
     B_SCORES: tl.constexpr = second.q is not None or second.k is not None or second.bias is not None
     A: tl.constexpr = A_SCORES or first.weight is not None
     B: tl.constexpr = B_SCORES or second.weight is not None
-    CROSSED: tl.constexpr = (first.q is not None and second.k is not None) or (first.k is not None and second.q is not None)
+    CROSSED: tl.constexpr = (first.q is not None and second.k is not None) or (
+        first.k is not None and second.q is not None
+    )
     BENT: tl.constexpr = F.SOFTCAP and A_SCORES and B_SCORES
     MIXED: tl.constexpr = mixed.q is not None or mixed.k is not None or mixed.bias is not None
     MOVES: tl.constexpr = MIXED or CROSSED or BENT or (A and B) or WEIGHTED  # X is not 0

@@ -13,7 +13,6 @@ from flashsci.backends.triton.plans.strides import NO_STRIDES, strides4, strides
 from flashsci.call.ops import Saved, Tangents, empty_like_layout
 from flashsci.errors import BackendError
 
-
 WIDEST_FP32 = 128  # beyond, no tile of this kernel has room in registers
 
 
