@@ -137,8 +137,8 @@ def second_jvp(first, second, mixed, first_lse, second_lse, saved):
     tensors, out, lse, scalars = saved
     c = _call(tensors, scalars)
     p, bare = c.p(lse), c.bare(lse)
-    aq, ak, av, araw, a, aw, am, _ = _tangent(c, lse, *first, out)
-    bq, bk, bv, braw, b, bw, bm, _ = _tangent(c, lse, *second, out)
+    aq, ak, av, araw, a, aw, _, _ = _tangent(c, lse, *first, out)
+    bq, bk, bv, braw, b, bw, _, _ = _tangent(c, lse, *second, out)
     _, _, xv, xraw, *_ = _tangent(c, lse, *mixed, out)
     raw = xraw + c.scale * (aq @ bk.mT + bq @ ak.mT)
     rate = raw
