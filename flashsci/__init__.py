@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashsci.api.attention import attention
     from flashsci.api.backward import Gradients, attention_backward
+    from flashsci.api.block_mask import BlockMask
     from flashsci.api.dropout import dropout_mask
     from flashsci.api.explain import explain
+    from flashsci.api.laplacian import ForwardLaplacian, forward_laplacian
+    from flashsci.api.maps import AttentionStatistics, attention_statistics, attention_weights
     from flashsci.api.merge import merge
     from flashsci.api.paged import paged_attention, write_kv_cache
     from flashsci.api.quantization import Quantized, quantize
@@ -29,7 +32,10 @@ __version__ = "0.1.0"
 _HOME = {
     "attention": "flashsci.api.attention",
     "attention_backward": "flashsci.api.backward",
+    "BlockMask": "flashsci.api.block_mask",
     "explain": "flashsci.api.explain",
+    "ForwardLaplacian": "flashsci.api.laplacian",
+    "forward_laplacian": "flashsci.api.laplacian",
     "Gradients": "flashsci.api.backward",
     "merge": "flashsci.api.merge",
     "varlen_attention": "flashsci.api.varlen",
@@ -44,17 +50,26 @@ _HOME = {
     "quantize": "flashsci.api.quantization",
     "residual_attention": "flashsci.api.residual",
     "tune": "flashsci.api.tune",
+    "AttentionStatistics": "flashsci.api.maps",
+    "attention_statistics": "flashsci.api.maps",
+    "attention_weights": "flashsci.api.maps",
 }
 
 __all__ = [
+    "AttentionStatistics",
     "BackendError",
+    "BlockMask",
     "Explanation",
+    "ForwardLaplacian",
     "Gradients",
     "Quantized",
     "attention",
     "attention_backward",
+    "attention_statistics",
+    "attention_weights",
     "dropout_mask",
     "explain",
+    "forward_laplacian",
     "merge",
     "paged_attention",
     "quantize",

@@ -58,6 +58,28 @@ bool is_short(const FlashsciBackwardParams& p) {
   return dim <= 32 ? rows <= (many ? 512 : 128) : dim <= 64 && rows <= (many ? 128 : 64);
 }
 
+// Whether a bias or its gradient has a number for every score, and rows of whole 16 bytes that are
+// longer than its keys. Kernels write the gradient of such a bias in the same way, unless a window
+// hides scores: they clear dense memory then.
+bool has_pitch(const Tensor& x, const Call& call) {
+  const int rank = static_cast<int>(x.dim());
+  if (rank < 2 || call.options.window_left >= 0 || call.options.window_right >= 0) return false;
+  const View view(x);
+  for (int i = 0; i < kMaxRank - 1; ++i)
+    if (view.size[i] != call.q_view.size[i]) return false;
+  const int64_t keys = x.size(rank - 1), row = x.stride(rank - 2);
+  return size_of(dtype_of(x)) == 2 && x.stride(rank - 1) == 1 && row > keys && row % 8 == 0 &&
+         keys % 8 != 0 && keys == call.k_view.size[3];
+}
+
+// flashsci.call.ops.empty_bias_gradient.
+Tensor empty_bias_gradient(const Tensor& bias, const Call& call) {
+  const int rank = static_cast<int>(bias.dim());
+  return has_pitch(bias, call)
+             ? empty_pitched(rank, bias.sizes().data(), 8, dtype_of(bias), call.device)
+             : empty_contiguous(rank, bias.sizes().data(), dtype_of(bias), call.device);
+}
+
 // Launches with the addresses of this call in `p`.
 cudaError_t launch(const Backward& prepared, FlashsciBackwardParams p, void* stream) {
   p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v, p.out, p.dout);
@@ -87,9 +109,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     const std::optional<Tensor>& cu_seqlens_k, const Tensor& out, const Tensor& lse,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
-    int64_t need, bool weighted) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,  window_left,
-                        window_right, lower_right,  tf32,  weighted, generation};
+    int64_t need, bool weighted, bool slopes) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale,    softcap, window_left, window_right,
+                        lower_right,  tf32,         weighted, slopes,  generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;
@@ -113,6 +135,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   Tensor dq = gradient(q, kQ, p.dq, p.dq_strides);
   Tensor dk = gradient(k, kK, p.dk, p.dk_strides);
   Tensor dv = gradient(v, kV, p.dv, p.dv_strides);
+  FLASHSCI_CHECK(!(slopes && (need & kBias)), "alibi_slopes have no gradient here");
   const bool need_bias = bias.has_value() && (need & kBias);
   const int32_t bias_dtype = bias.has_value() ? dtype_of(*bias) : call.dtype;
   const int64_t none[] = {0};
@@ -123,9 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     p.dbias_strides = View(dbias).pair_strides();
   };
   const auto write_row_major = [&] {
-    if (need_bias)
-      write_to(empty_contiguous(static_cast<int>(bias->dim()), bias->sizes().data(), bias_dtype,
-                                call.device));
+    if (need_bias) write_to(empty_bias_gradient(*bias, call));
   };
   // Without a score every gradient is zero, also that of a bias that the batch shares: no kernel
   // has a block that would write it.
@@ -158,11 +179,11 @@ std::string cuda_backward_kernels(
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
     int64_t need, bool weighted, int64_t capability, int64_t processors, int64_t shared_per_sm,
-    int64_t shared_per_block) {
+    int64_t shared_per_block, bool slopes) {
   return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
     cuda_backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, out, lse,
                   max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
-                  lower_right, tf32, deterministic, generation, need, weighted);
+                  lower_right, tf32, deterministic, generation, need, weighted, slopes);
   });
 }
 
@@ -186,15 +207,17 @@ View check_gradient(const Tensor& x, const Tensor& like, const char* name) {
   return view;
 }
 
-View check_pairs(const Tensor& x, const Tensor& like) {
+View check_pairs(const Tensor& x, const Tensor& like, const Call& call) {
   const View view = check_like(x, like, "dbias");
-  FLASHSCI_CHECK(is_contiguous(x) || view.stride[2] == 1,
-                 "dbias must be contiguous, or its heads neighbours");
+  FLASHSCI_CHECK(is_contiguous(x) || view.stride[2] == 1 || has_pitch(x, call),
+                 "dbias must be contiguous, or its heads neighbours, or without a window have rows "
+                 "of whole 16 bytes");
   return view;
 }
 
 // A Backward for all calls of these shapes, strides and options, none of them empty. `lse` is
-// contiguous, and so is `dbias` unless its heads are neighbours, for kernels that take that layout.
+// contiguous, and so is `dbias` unless its heads are neighbours, for kernels that take that layout,
+// or its rows are whole 16 bytes.
 Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
                               const Tensor& q, const Tensor& k, const Tensor& v,
                               const std::optional<Tensor>& bias, const std::optional<Tensor>& mask,
@@ -205,9 +228,10 @@ Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::opti
                               const std::optional<Tensor>& dbias, int64_t max_seqlen_q,
                               int64_t max_seqlen_k, double scale, double softcap,
                               int64_t window_left, int64_t window_right, bool lower_right,
-                              bool tf32, bool deterministic, int64_t generation, bool weighted) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,  window_left,
-                        window_right, lower_right,  tf32,  weighted, generation};
+                              bool tf32, bool deterministic, int64_t generation, bool weighted,
+                              bool slopes) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale,    softcap, window_left, window_right,
+                        lower_right,  tf32,         weighted, slopes,  generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;
@@ -216,8 +240,8 @@ Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::opti
   if (dk.has_value()) p.dk_strides = check_gradient(*dk, k, "dk").strides();
   if (dv.has_value()) p.dv_strides = check_gradient(*dv, v, "dv").strides();
   if (dbias.has_value()) {
-    FLASHSCI_CHECK(bias.has_value(), "dbias without a bias");
-    p.dbias_strides = check_pairs(*dbias, *bias).pair_strides();
+    FLASHSCI_CHECK(bias.has_value() && !slopes, "dbias without a bias");
+    p.dbias_strides = check_pairs(*dbias, *bias, call).pair_strides();
   }
   return kept_by_python(prepared);
 }

@@ -32,6 +32,23 @@ void check_bias_mask(const Tensor& bias_mask, const char* name, const Call& call
         name, " ", shape_of(bias_mask), " does not broadcast to the scores of ", call.shapes());
 }
 
+// Slopes of ALiBi: each dim 1 or that of [B0, B1, Hq, 1, 1], or of [N, Hq, 1, 1] for packed calls.
+void check_slopes(const Tensor& slopes, const Call& call) {
+  const bool packed = call.cu_seqlens_q.has_value();
+  FLASHSCI_CHECK(is_on(slopes, call.device), "alibi_slopes must be on the device of q");
+  FLASHSCI_CHECK(dtype_of(slopes) == dtypes().single, "alibi_slopes must be float32");
+  FLASHSCI_CHECK(slopes.dim() == call.q.dim() + packed,
+                 "alibi_slopes must be [*, Hq or 1, 1, 1], packed [N or 1, Hq or 1, 1, 1], got ",
+                 shape_of(slopes), " beside ", call.shapes());
+  const View view(slopes);
+  const int64_t sizes[kMaxRank] = {packed ? 1 : call.q_view.size[0],
+                                   packed ? call.num_seqs : call.q_view.size[1],
+                                   call.q_view.size[2], 1, 1};
+  for (int i = 0; i < kMaxRank; ++i)
+    FLASHSCI_CHECK(view.size[i] == 1 || view.size[i] == sizes[i], "alibi_slopes ", shape_of(slopes),
+                   " do not broadcast to the heads of ", call.shapes());
+}
+
 const Tensor& given(const Tensor& x, const char* name) {
   check_given(x, name);
   return x;
@@ -106,7 +123,11 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
                    "cu_seqlens_q and cu_seqlens_k must have the same length");
     FLASHSCI_CHECK(num_seqs <= FLASHSCI_MAX_SEQ, "too many sequences");
   }
-  if (bias.has_value()) {
+  FLASHSCI_CHECK(!(options.slopes && (options.weighted || !bias.has_value())),
+                 "alibi_slopes stand in the place of a bias, without key weights");
+  if (options.slopes) {
+    check_slopes(*bias, *this);
+  } else if (bias.has_value()) {
     check_bias_mask(*bias, "bias", *this);
     const int32_t bias_dtype = dtype_of(*bias);
     FLASHSCI_CHECK(bias_dtype == dtype || bias_dtype == dtypes().single,
@@ -163,8 +184,13 @@ View check_out(const Tensor& x, const char* name, const Call& call) {
 #define FORWARD(generation, unit) {generation, flashsci_forward_##unit}
 #define FORWARD_IN_WORKSPACE(generation, unit) \
   {generation, flashsci_forward_##unit, flashsci_forward_##unit##_workspace}
+#define FORWARD_WITH_SLOPES(generation, unit) \
+  {generation, flashsci_forward_##unit, nullptr, nullptr, nullptr, nullptr, false, true}
 #define BACKWARD(generation, unit) \
   {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace}
+#define BACKWARD_WITH_SLOPES(generation, unit)                                                   \
+  {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace, \
+   nullptr,    false,   true}
 #define SMALL(dtype, takes_weights)             \
   {80,                                          \
    flashsci_forward_small_##dtype,              \
@@ -195,10 +221,10 @@ const Kernels* kernels_of(int32_t dtype) {
       BACKWARD(90, sm90_fp16),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_FWD_FP16
-      FORWARD(80, sm80_fp16),
+      FORWARD_WITH_SLOPES(80, sm80_fp16),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_BWD_FP16
-      BACKWARD(80, sm80_fp16),
+      BACKWARD_WITH_SLOPES(80, sm80_fp16),
 #endif
 #ifdef FLASHSCI_HAVE_SM75_FWD_FP16
       FORWARD(75, sm75_fp16),
@@ -221,10 +247,10 @@ const Kernels* kernels_of(int32_t dtype) {
       BACKWARD(90, sm90_bf16),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_FWD_BF16
-      FORWARD(80, sm80_bf16),
+      FORWARD_WITH_SLOPES(80, sm80_bf16),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_BWD_BF16
-      BACKWARD(80, sm80_bf16),
+      BACKWARD_WITH_SLOPES(80, sm80_bf16),
 #endif
       {}};
   static const Kernels single[] = {
@@ -235,10 +261,10 @@ const Kernels* kernels_of(int32_t dtype) {
       SMALL(fp32, true),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_FWD_FP32
-      FORWARD(80, sm80_fp32),
+      FORWARD_WITH_SLOPES(80, sm80_fp32),
 #endif
 #ifdef FLASHSCI_HAVE_SM80_BWD_FP32
-      BACKWARD(80, sm80_fp32),
+      BACKWARD_WITH_SLOPES(80, sm80_fp32),
 #endif
       {}};
   return dtype == dtypes().half ? half : dtype == dtypes().brain ? brain : single;

@@ -4,6 +4,7 @@
 // Bad input must raise an exception for every caller: these checks are the only ones between
 // torch.ops and raw pointers.
 #pragma once
+#include "../include/flashsci_alibi.h"
 #include "../include/flashsci_small.h"
 #include "rehearse.h"
 #include "tensor.h"
@@ -15,7 +16,8 @@ struct Options {
   double scale, softcap;
   int64_t window_left, window_right;
   bool lower_right, tf32;
-  bool weighted;       // `bias` holds weights of keys, [*, Hk or 1, 1, Sk]
+  bool weighted;  // `bias` holds weights of keys, [*, Hk or 1, 1, Sk]
+  bool slopes;    // it holds slopes of ALiBi, [*, Hq or 1, 1, 1]; packed [N or 1, Hq or 1, 1, 1]
   int64_t generation;  // 0 = by device; 75, 80, 90 = only the kernels of that generation
   bool fp8 = false;    // q, k, v are float8_e4m3fn
 };
@@ -57,9 +59,12 @@ struct Call {
     p.max_seqlen_q = clamp_int32(options.max_seqlen_q);
     if (bias.has_value()) {
       p.bias_mask.bias = address_of(*bias);
-      p.bias_mask.bias_strides = View(*bias).pair_strides();
-      p.bias_mask.bias_is_fp32 =
-          options.weighted ? FLASHSCI_KEY_WEIGHTS : dtype_of(*bias) == dtypes().single;
+      FlashsciScoreStrides& strides = p.bias_mask.bias_strides = View(*bias).pair_strides();
+      if (options.slopes && cu_seqlens_q.has_value())
+        strides.batch0 = strides.batch1, strides.batch1 = 0;
+      p.bias_mask.bias_is_fp32 = options.weighted ? FLASHSCI_KEY_WEIGHTS
+                                 : options.slopes ? FLASHSCI_ALIBI_SLOPES
+                                                  : dtype_of(*bias) == dtypes().single;
     }
     if (mask.has_value()) {
       p.bias_mask.mask = static_cast<const uint8_t*>(address_of(*mask));
@@ -101,7 +106,7 @@ struct Kernels {
   int (*backward)(const FlashsciBackwardParams*, FlashsciStream);
   int64_t (*workspace)(const FlashsciBackwardParams*);
   int (*takes_pairs)(const FlashsciForwardParams*);  // or null: no unit of csrc/sm90/pair
-  bool takes_weights;
+  bool takes_weights, takes_slopes;
 };
 
 // The units of a dtype: those of csrc/sm90/pair and csrc/sm80/small, then newest generation first;
@@ -146,6 +151,8 @@ struct Prepared {
       const int unit = kernels->generation;
       if (generation != 0 && generation != unit) continue;
       if (params.bias_mask.bias_is_fp32 == FLASHSCI_KEY_WEIGHTS && !kernels->takes_weights)
+        continue;
+      if (params.bias_mask.bias_is_fp32 == FLASHSCI_ALIBI_SLOPES && !kernels->takes_slopes)
         continue;
       // Hopper's instructions have no successor. The PTX of the others runs on everything newer;
       // Turing's only on request.

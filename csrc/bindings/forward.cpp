@@ -37,9 +37,9 @@ std::tuple<Tensor, Tensor> cuda_forward(
     const std::optional<Tensor>& mask, const std::optional<Tensor>& cu_seqlens_q,
     const std::optional<Tensor>& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
     double scale, double softcap, int64_t window_left, int64_t window_right, bool lower_right,
-    bool tf32, int64_t generation, bool weighted) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,  window_left,
-                        window_right, lower_right,  tf32,  weighted, generation};
+    bool tf32, int64_t generation, bool weighted, bool slopes) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale,    softcap, window_left, window_right,
+                        lower_right,  tf32,         weighted, slopes,  generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   const OnDevice on_device(call.device);
   Tensor out = empty_like_layout(q, call.v_view.size[4], call.dtype, call.device);
@@ -67,10 +67,11 @@ std::string cuda_forward_kernels(
     const std::optional<Tensor>& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
     double scale, double softcap, int64_t window_left, int64_t window_right, bool lower_right,
     bool tf32, int64_t generation, bool weighted, int64_t capability, int64_t processors,
-    int64_t shared_per_sm, int64_t shared_per_block) {
+    int64_t shared_per_sm, int64_t shared_per_block, bool slopes) {
   return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
     cuda_forward(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale,
-                 softcap, window_left, window_right, lower_right, tf32, generation, weighted);
+                 softcap, window_left, window_right, lower_right, tf32, generation, weighted,
+                 slopes);
   });
 }
 
@@ -81,9 +82,10 @@ Tensor cuda_prepared_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                              const std::optional<Tensor>& cu_seqlens_k, const Tensor& out,
                              int64_t max_seqlen_q, int64_t max_seqlen_k, double scale,
                              double softcap, int64_t window_left, int64_t window_right,
-                             bool lower_right, bool tf32, int64_t generation, bool weighted) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,  window_left,
-                        window_right, lower_right,  tf32,  weighted, generation};
+                             bool lower_right, bool tf32, int64_t generation, bool weighted,
+                             bool slopes) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale,    softcap, window_left, window_right,
+                        lower_right,  tf32,         weighted, slopes,  generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   check_out(out, "out", call);
   return kept_by_python(prepare(call, out));

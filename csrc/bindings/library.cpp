@@ -24,28 +24,32 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
 #define SCALARS                                                                                \
   "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, " \
   "SymInt window_right, bool lower_right, bool tf32, "
-  // weighted: `bias` holds weights of keys instead of biases, and `dbias` is their gradient.
+  // weighted: `bias` holds weights of keys instead of biases, and `dbias` is their gradient. slopes:
+  // it holds slopes of ALiBi.
   m.def("cuda_forward(" TENSORS SCALARS
-        "int generation, bool weighted=False) -> (Tensor out, Tensor lse)");
+        "int generation, bool weighted=False, bool slopes=False) -> (Tensor out, Tensor lse)");
   m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
-        "bool deterministic, int generation, int need, bool weighted=False) -> "
+        "bool deterministic, int generation, int need, bool weighted=False, bool slopes=False) -> "
         "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
   // The kernels that these ops would launch on a device of a compute capability (90 for 9.0), as
   // lines of "sm90/fwd/forward_kernel". Tensors may be on any device, also on "meta": nothing is
   // launched or written.
-#define DEVICE "int capability, int processors, int shared_per_sm, int shared_per_block) -> str"
-  m.def("cuda_forward_kernels(" TENSORS SCALARS "int generation, bool weighted, " DEVICE);
+#define DESCRIBED "int capability, int processors, int shared_per_sm, int shared_per_block"
+#define DEVICE DESCRIBED ") -> str"
+#define DEVICE_AND_SLOPES DESCRIBED ", bool slopes=False) -> str"
+  m.def("cuda_forward_kernels(" TENSORS SCALARS
+        "int generation, bool weighted, " DEVICE_AND_SLOPES);
   m.def("cuda_backward_kernels(Tensor? dout, Tensor? dlse, " TENSORS
         "Tensor out, Tensor lse, " SCALARS
-        "bool deterministic, int generation, int need, bool weighted, " DEVICE);
+        "bool deterministic, int generation, int need, bool weighted, " DEVICE_AND_SLOPES);
   // The prepared launches that later calls of equal shapes, strides and options give to
   // flashsci_run_forward and flashsci_run_backward, which bypass torch; out, lse and gradients have
   // the layout of those calls.
   m.def("cuda_prepared_forward(" TENSORS "Tensor out, " SCALARS
-        "int generation, bool weighted=False) -> Tensor");
+        "int generation, bool weighted=False, bool slopes=False) -> Tensor");
   m.def("cuda_prepared_backward(Tensor? dout, Tensor? dlse, " TENSORS
         "Tensor out, Tensor lse, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dbias, " SCALARS
-        "bool deterministic, int generation, bool weighted=False) -> Tensor");
+        "bool deterministic, int generation, bool weighted=False, bool slopes=False) -> Tensor");
 #define FP8                                                                                     \
   "Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, Tensor? "   \
   "cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, " \

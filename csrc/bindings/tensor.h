@@ -251,6 +251,19 @@ inline Tensor empty_contiguous(int rank, const int64_t* sizes, int32_t dtype, in
   return empty_strided(rank, sizes, strides, dtype, device);
 }
 
+// A row-major tensor whose rows are apart by whole `row_elements`.
+inline Tensor empty_pitched(int rank, const int64_t* sizes, int64_t row_elements, int32_t dtype,
+                            int device) {
+  int64_t strides[kMaxRank];
+  int64_t step = (sizes[rank - 1] + row_elements - 1) / row_elements * row_elements;
+  strides[rank - 1] = 1;
+  for (int i = rank - 2; i >= 0; --i) {
+    strides[i] = step;
+    step *= std::max<int64_t>(sizes[i], 1);
+  }
+  return empty_strided(rank, sizes, strides, dtype, device);
+}
+
 // A copy of an object, in a tensor on the host that Python keeps.
 template <class Object>
 Tensor kept_by_python(const Object& object) {

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from flashsci.api import fp8
+from flashsci.api.block_mask import BlockMask, is_held, parts
 from flashsci.call import arguments, transforms
+from flashsci.call import mask_tiles as tables
 from flashsci.call.dispatch import run, seed_for
 from flashsci.call.kinds import Dense, Role, fields
 from flashsci.call.ops import Given, Tensors
@@ -26,6 +28,7 @@ from flashsci.call.plans import (
     signature,
 )
 from flashsci.call.problem import facts, has_inner_heads, sums_bias
+from flashsci.call.ranks import aligned
 from flashsci.call.torch_state import (
     autocast,
     hides_sizes,
@@ -48,18 +51,20 @@ def attention(
     *,
     bias: Tensor | None = None,
     key_weight: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    pair_gate: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str = "upper_left",
     scale: float | None = None,
     softcap: float | None = None,
+    softcap_at: str = "scores",
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool | None = None,
+    deterministic: bool | str | None = None,
     precision: str | None = None,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
@@ -68,7 +73,7 @@ def attention(
     backend: str = "auto",
 ) -> Any:
     """Exact softmax attention, ``softmax(softcap(scale q k^T) + bias) v``, differentiable in q, k,
-    v, bias, key_weight, sink and lse.
+    v, bias, key_weight, sink, pair_gate and lse.
 
     Args:
         q: queries ``[..., Hq, Sq, D]``; float16, bfloat16, float32 or float64; float8_e4m3fn without
@@ -87,14 +92,19 @@ def attention(
             smallest normal number of float32, count as zero. Negative weights give undefined results, as their
             logarithm would; only a synchronisation could find them.
         mask: bool, broadcastable to ``[..., Hq, Sq, Sk]``, True = attend. mask, -inf in bias,
-            causal and window are ANDed.
+            causal and window are ANDed. A :class:`flashsci.BlockMask` is such a mask with a table of its tiles, made
+            once for all layers: kernels skip those that it hides. A large bool tensor gets its table in the call.
         alibi_slopes: ALiBi: adds ``-slope |i + shift - j|`` to the scores, in addition to the bias. The shift is
             where ``align`` puts the diagonal: ``Sk - Sq`` for "lower_right" (as flash-attn), 0 for "upper_left".
-            float32, broadcastable to ``[..., Hq]``, such as ``[Hq]`` or ``[B, Hq]``. Learnt slopes have gradients and
-            tangents in the reference backend only; for other backends write ALiBi as a bias.
+            float32, broadcastable to ``[..., Hq]``, such as ``[Hq]`` or ``[B, Hq]``. Learnt slopes have a gradient in
+            the triton backend, by one more pass. Further derivatives by them, and those in a call with a sink, under a
+            transform or in a compiled program, are the reference's; for other backends write ALiBi as a bias.
         sink: ``[Hq]``, one more logit per head in the softmax, without a value: it takes its share of the probability
             from all keys. q's dtype or float32, -inf for none. Scale, softcap, bias and mask do not affect it. The
             lse includes it. A row with no key has out 0 and lse ``sink``.
+        pair_gate: multiplies the probabilities after the softmax, ``out = (P * pair_gate) v``, as edge features do in
+            graph transformers. Finite, of any sign, broadcastable to ``[..., Hq, Sq, Sk]``, q's dtype or float32. The
+            lse does not see it. Its gradient has its own shape. Third derivatives hold all scores.
         causal: query i sees keys up to its own position.
         window: ``(left, right)``: query i sees keys from ``i - left`` to ``i + right``; None or -1
             is unbounded.
@@ -103,8 +113,12 @@ def attention(
         scale: factor of q k^T; default ``1 / sqrt(D)``. It is a number, as softcap and dropout_p are. Multiply q by a
             learned temperature: q keeps its gradient. Kernels apply the scale to q k^T, which must be finite in
             float32 by itself: 1e37 is safe. The sum of ``abs(v)`` over the keys may be 1e30.
-        softcap: bounds scores to ``softcap * tanh(scores / softcap)`` before the bias; None or 0 for none. A softcap
-            of ``2**100 * abs(scale)`` or more counts as none.
+        softcap: bounds scores to ``softcap * tanh(scores / softcap)``; None or 0 for none. A softcap of
+            ``2**100 * abs(scale)`` or more counts as none.
+        softcap_at: the scores that the softcap bounds: "scores", ``scale q k^T`` before bias and ALiBi (as flash-attn,
+            Gemma), or "biased", their sum (as AlphaGenome, x-transformers). mask, causal and window hide keys after it.
+            Under "biased" a large negative number in the bias becomes ``-softcap``, and its key stays visible; -inf
+            hides it.
         dropout_p: probability of dropping an entry of P, in [0, 1).
         dropout_seed: int64 tensor [2] (seed, offset) on q's device; None draws one from torch's
             generator. Every backend drops the same entries: see :func:`flashsci.dropout_mask`.
@@ -112,7 +126,8 @@ def attention(
         deterministic: True demands results that are bitwise equal run to run; None follows
             ``torch.use_deterministic_algorithms``. (Without it some CUDA backwards sum dq in any order, and those on
             Hopper the gradient of a shared float32 bias. With it SDPA's backward on CUDA is left out, because it has
-            no fixed order.)
+            no fixed order.) "batch" demands, too, that the bits of a sequence do not depend on the others of the call:
+            see docs/reference/numerics.md.
         precision: for float32 inputs: "ieee" or "tf32x3" (float32 accuracy, by three products of halves on tensor
             cores; None picks the faster), or "tf32" (one product: 11 significant bits). Other dtypes ignore it.
         q_scale, k_scale, v_scale: for float8_e4m3fn tensors only. The stored values times their scale are q, k and v.
@@ -135,14 +150,14 @@ def attention(
         BackendError: the backend asked for cannot serve the call; its message says which backends can.
 
     Under autocast q, k and v are cast as SDPA casts them; the bias is never cast. Jagged nested tensors ``[B, H, j,
-    D]`` are accepted as in SDPA, without bias or mask. Values outside the tensors never matter. NaN in k or v at
+    D]`` are accepted as in SDPA, without bias, mask or pair_gate. Values outside the tensors never matter. NaN in k or v at
     masked positions is unspecified.
 
     DTensors may be ``Shard`` of the batch or the heads, or ``Replicate``: each rank computes its part, and nothing is
     moved. Results are placed as q is. For a sequence that is split there is :func:`flashsci.distributed.attention`.
 
     float8_e4m3fn q, k, v are for inference, with causal, window, align, scale, softcap and grouped heads; bias, mask,
-    key_weight, alibi_slopes, sink and dropout are refused. Both products are of 8-bit floats, so P is rounded to 1
+    key_weight, alibi_slopes, sink, pair_gate and dropout are refused. Both products are of 8-bit floats, so P is rounded to 1
     part in 16 as well; docs/guide/fp8.md has the errors. autocast does not change the tensors.
 
     Examples:
@@ -164,61 +179,83 @@ def attention(
         one learnt logit per head they are gpt-oss's).
     """
     again = call = None
-    if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
+    tiles = block = None
+    if mask is not None and isinstance(mask, BlockMask):
+        block = mask
+        mask, tiles = (mask.mask, mask.tiles) if mask.extent is None else parts(mask)
+    if dropout_seed is pair_gate is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)
         if not (bias is key_weight is mask is alibi_slopes is sink is None):
-            every = (q, k, v, bias, key_weight, mask, alibi_slopes, sink)
+            every = (q, k, v, bias, key_weight, mask, alibi_slopes, sink, tiles)
             seen, entry = tuple(filter(present, every)), tuple(map(absent, every))
         again, call = repeated(
             entry,
             seen,
-            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision),
+            (causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at),
             window,
             backend,
         )
     if again is not None:
-        rows = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes)
+        rows = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes, tiles)
         found = again(rows if sink is None else (*rows, sink))
         return found if return_lse else found[0]
+    if block is not None and (type(q).__name__ == "DTensor" or getattr(q, "is_nested", False)):
+        mask, tiles = block.dense(), None
     if type(q).__name__ == "DTensor":
         from flashsci.distributed.dtensor import on_shards
 
-        parts = dict(q=q, k=k, v=v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink)
+        shards = dict(q=q, k=k, v=v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink)
         return on_shards(
             attention,
-            {name: x for name, x in parts.items() if x is not None},
-            dict(dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype),
-            causal=causal, window=window, align=align, scale=scale, softcap=softcap, return_lse=return_lse,
+            {name: x for name, x in shards.items() if x is not None},
+            dict(pair_gate=pair_gate, dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype),
+            causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at, return_lse=return_lse,
             deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
-    arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink)
+    arguments.check_types(
+        q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink, pair_gate=pair_gate
+    )  # fmt: skip
     if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        scaled = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink)
+        scaled = fp8.FP8Options(
+            q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink, pair_gate
+        )
         options = arguments.Options.of(
-            causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+            causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
         )
         return fp8.dense(q, k, v, scaled, options, backend)
     if q.is_nested:
         from flashsci.api.nested import attention as attend
 
         return attend(
-            q, k, v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink,
-            causal=causal, window=window, align=align, scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
-            deterministic=deterministic, precision=precision, backend=backend,
+            q, k, v, bias=bias, key_weight=key_weight, mask=mask, alibi_slopes=alibi_slopes, sink=sink, pair_gate=pair_gate,
+            causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at,
+            dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
     options = arguments.Options.of(
-        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
     )
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
-    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
-    given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes, sink)
-    plan = _plan(given, options, needs_grad, backend)
+    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink, pair_gate)
+    given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes, sink, pair_gate)
+    tabled = tiles is not None and pair_gate is None  # the kernels of gated calls read masks
+    plan = _plan(given, options, needs_grad, backend, tabled)
+    if tiles is not None and not (tabled and plan.computes_by(tiles, given, is_held(block))):
+        tiles = call = None
+        if block is not None and not is_held(block):
+            mask = block.dense()
+            given = given._replace(mask=mask)
+            plan = _plan(given, options, needs_grad, backend, tabled)
     # Kernels must not read a seed without dropout.
     dropout_seed = seed_for(q, options.dropout_p, dropout_seed) if options.dropout_p else None
-    tensors = Tensors(q, k, v, bias, key_weight, mask, dropout_seed=dropout_seed, alibi_slopes=alibi_slopes)
-    call = as_given(call, *given)
+    tensors = Tensors(q, k, v, bias, key_weight, mask, dropout_seed=dropout_seed, alibi_slopes=alibi_slopes, mask_tiles=tiles)  # fmt: skip
+    if pair_gate is not None:
+        from flashsci.api.gated import attend as attend_gated
+
+        found = attend_gated(plan, tensors, pair_gate, sink)
+        return found if return_lse else found[0]
+    call = as_given(call, *given, tiles)
     if plan.leading is None:
         out, lse = run(plan, tensors, needs_grad, sink, call, reads_lse=return_lse)
     else:
@@ -227,35 +264,37 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str) -> Plan:
+def _plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str, tiled: bool) -> Plan:
     """The plan of a dense call; from the cache if an equal call was planned before."""
     q, k, v = given.q, given.k, given.v
     if hides_sizes(q, k, v):
-        return _make_plan(given, options, needs_grad, backend)
+        return _make_plan(given, options, needs_grad, backend, tiled)
     if is_traced():
         with tracer_paused():
-            traced = _make_plan(given, options, needs_grad, backend)
+            traced = _make_plan(given, options, needs_grad, backend, tiled)
         if traced.leading is not None:
             traced.leading = _leading(q, k, v)  # the tracer follows these sizes
         return traced
     key = (
         *signature(*given),
         options,
-        needs_grad and gradients(given.bias, given.key_weight, given.alibi_slopes),
+        needs_grad and gradients(given.bias, given.key_weight, given.alibi_slopes, given.pair_gate),
         backends.requested(backend),
         rounds_products(q.dtype),
+        tiled,
     )
     plan = plans.get(key)
     if plan is not None:
         return plan
     again = functools.partial(_again, options)
-    if tuning.active and not tuning.consider(describe(given, options, needs_grad), backend, given, again):
-        return _make_plan(given, options, needs_grad, backend)
-    return keep(key, _make_plan(given, options, needs_grad, backend))
+    tuned = tuning.active and not tiled  # a trial would make the table of a BlockMask again
+    if tuned and not tuning.consider(describe(given, options, needs_grad), backend, given, again):
+        return _make_plan(given, options, needs_grad, backend, tiled)
+    return keep(key, _make_plan(given, options, needs_grad, backend, tiled))
 
 
-def _make_plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str) -> Plan:
-    choice = decide(ATTENTION, describe(given, options, needs_grad), backend)
+def _make_plan(given: Dense, options: arguments.Options, needs_grad: bool, backend: str, tiled: bool) -> Plan:
+    choice = decide(ATTENTION, describe(given, options, needs_grad, tiled), backend)
     q, k, v = given.q, given.k, given.v
     ranks = {x.dim() for x in (q, k, v, given.bias, given.mask) if x is not None}
     if given.key_weight is not None:
@@ -285,8 +324,8 @@ def _leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 _FIELDS = fields(Dense)
 
 
-def describe(given: Dense, options: arguments.Options, needs_grad: bool) -> tuple[Any, ...]:
-    """Check a dense call; the arguments of problem_of.
+def describe(given: Dense, options: arguments.Options, needs_grad: bool, tiled: bool = False) -> tuple[Any, ...]:
+    """Check a dense call; the arguments of problem_of. ``tiled``: its mask is a BlockMask.
 
     Raises:
         TypeError, ValueError: as :func:`attention` documents.
@@ -314,6 +353,7 @@ def describe(given: Dense, options: arguments.Options, needs_grad: bool) -> tupl
     }
     arguments.check_others(_FIELDS, given, shapes)
     features = options.features(dict(zip(given._fields, given, strict=True)), needs_grad)
+    features["mask_tiles"] = tiled or tables.decides(Tensors(q, k, v, mask=given.mask))
     if hides_sizes(q, k, v):
         features["bias_shape"] = None if bias is None else ()
         features["sizes_from_data"] = sizes_from_data(q, k)
@@ -338,56 +378,3 @@ def _expanding(leading: tuple[int, ...], compute: Callable[[Tensors], Any]) -> C
         return out, lse
 
     return expanded
-
-
-# The tensors with leading dims besides rows, each with its place and role.
-_BROADCAST = tuple(
-    (i, field.role)
-    for i, field in enumerate(fields(Tensors).values())
-    if field.role in (Role.SCORES, Role.KEYS, Role.HEADS)
-)
-
-
-def _as_scores(x: Tensor, role: Role | None) -> Tensor:
-    """The tensor with a dim of 1 for each dim of the scores that its role does not have."""
-    return x.unsqueeze(-2) if role is Role.KEYS else x[..., None, None] if role is Role.HEADS else x
-
-
-def _from_scores(x: Tensor, role: Role | None) -> Tensor:
-    """The inverse of :func:`_as_scores`."""
-    return x.squeeze(-2) if role is Role.KEYS else x[..., 0, 0] if role is Role.HEADS else x
-
-
-def aligned(tensors: Given, leading: tuple[int, ...]) -> Tensors:
-    """The tensors at one rank (those of keys: one less, of heads: two less), with at most two leading dims.
-
-    The leading dims of q, k, v are expanded; the other tensors have dims of 1 in front.
-    """
-    q, k, v, *others = tensors
-    rank = max(q.dim(), k.dim(), v.dim())
-
-    def same_rank(x: Tensor) -> Tensor:
-        return x.reshape(*(1,) * (rank - x.dim()), *x.shape) if x.dim() < rank else x
-
-    def fold(x: Tensor) -> Tensor:
-        if rank <= 5:
-            return x
-        outer = x.shape[:-4]
-        return x.flatten(0, -5) if outer.numel() == 1 else x.expand(*leading[:-1], *x.shape[-4:]).flatten(0, -5)
-
-    def expanded(x: Tensor) -> Tensor:
-        # A tensor that has the dims already needs no view, and autograd no node; a compiler would make it a
-        # condition.
-        if not (torch.compiler.is_compiling() or is_traced()) and x.shape[:-3] == leading:
-            return x
-        return x.expand(*leading, *x.shape[-3:])
-
-    q, k, v = (same_rank(x) for x in (q, k, v))
-    if rank > 3:
-        q, k, v = (expanded(x) for x in (q, k, v))
-    every = [fold(q), fold(k), fold(v), *others]
-    for i, role in _BROADCAST:
-        x = every[i]
-        if x is not None:
-            every[i] = _from_scores(fold(same_rank(_as_scores(x, role))), role)
-    return Tensors._make(every)

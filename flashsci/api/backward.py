@@ -7,9 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.api import varlen
+from flashsci.api import block_mask, varlen
 from flashsci.api.attention import describe
+from flashsci.api.block_mask import BlockMask
 from flashsci.call import arguments, transforms
+from flashsci.call import mask_tiles as tables
 from flashsci.call.dispatch import seed_for
 from flashsci.call.kinds import Dense, Packed
 from flashsci.call.ops import (
@@ -22,6 +24,8 @@ from flashsci.call.ops import (
     Tensors,
     with_rank,
 )
+from flashsci.call.problem import with_feature
+from flashsci.call.row_pitch import whole_rows
 from flashsci.call.torch_state import is_recorded, transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.backends import ATTENTION
@@ -51,7 +55,7 @@ def attention_backward(
     dlse: Tensor | None = None,
     bias: Tensor | None = None,
     key_weight: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | BlockMask | None = None,
     alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -62,9 +66,10 @@ def attention_backward(
     align: str = "upper_left",
     scale: float | None = None,
     softcap: float | None = None,
+    softcap_at: str = "scores",
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: bool | str | None = None,
     precision: str | None = None,
     backend: str = "auto",
 ) -> Gradients:
@@ -101,13 +106,17 @@ def attention_backward(
 
     Source: Dao, arXiv:2307.08691, algorithm 2; Liu et al., arXiv:2310.01889 (ring attention).
     """
+    block = mask if isinstance(mask, BlockMask) else None
+    mask, tiles = block_mask.parts(mask)
     arguments.check_types(q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes)
     arguments.check_type("out", out)
     arguments.check_type("lse", lse)
     for name, x in (("dout", dout), ("dlse", dlse)):
         if x is not None:
             arguments.check_type(name, x, " or None")
-    options = arguments.Options.of(causal, window, align, scale, softcap, dropout_p, True, deterministic, precision)
+    options = arguments.Options.of(
+        causal, window, align, scale, softcap, dropout_p, True, deterministic, precision, softcap_at
+    )
     options.check()
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
@@ -116,14 +125,15 @@ def attention_backward(
     given_bias, bias = bias, arguments.widened(bias, q.dtype)
     kernel_bias, bias_offsets, kernel_weight = bias, None, key_weight
     if cu_seqlens_q is None:
-        call = describe(Dense(q, k, v, bias, key_weight, mask, alibi_slopes), options, needs_grad)
+        dense = Dense(q, k, v, bias, key_weight, mask, alibi_slopes)
+        call = describe(dense, options, needs_grad, tiles is not None)
         equal = all(x.dim() == q.dim() and x.shape[:-3] == q.shape[:-3] for x in (k, v))
         if not equal or q.dim() > 5:
             raise ValueError(
                 "attention_backward takes q, k, v with equal leading dims, at most two before the heads, got "
                 f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}; expand them to one batch and flatten its dims"
             )
-        kernel_bias, mask = (with_rank(x, q.dim()) for x in (bias, mask))
+        kernel_bias, mask, tiles = (with_rank(x, q.dim()) for x in (bias, mask, tiles))
         kernel_weight = with_rank(key_weight, q.dim() - 1)
         lse_shape = tuple(q.shape[:-1])
     else:
@@ -137,6 +147,8 @@ def attention_backward(
             kernel_weight = key_weight.unsqueeze(0)
         lse_shape = (q.shape[1], q.shape[0])
     _check_given(q, v, dout, out, lse, dlse, lse_shape)
+    if needs_grad and transforms.wanted(alibi_slopes):  # of these gradients: a second derivative
+        call = with_feature(call, "alibi_further", True)
     choice = decide(ATTENTION, call, backend)
     if choice.forward == "reference" and cu_seqlens_q is not None and cu_seqlens_k is not None:
         arguments.check_unmapped("cu_seqlens_q", cu_seqlens_q)
@@ -144,13 +156,21 @@ def attention_backward(
         if is_recorded() or q.is_meta:
             choice = recorded_reference()
     module = backends.LOADED[ATTENTION][choice.forward]
+    if tiles is not None and not tables.serves(
+        tiles, dense, module, choice.has_own_gradients, block_mask.is_held(block)
+    ):
+        tiles = None
+    if block is not None and tiles is None and not block_mask.is_held(block):
+        mask = with_rank(block.dense(), q.dim())
     if cu_seqlens_q is not None:
         q, k, v, out = (x.transpose(0, 1) for x in (q, k, v, out))
         dout = None if dout is None else dout.transpose(0, 1)
     tensors = Tensors(
         q, k, v, kernel_bias, kernel_weight, mask, cu_seqlens_q, cu_seqlens_k, bias_offsets, dropout_seed,
-        alibi_slopes,
+        alibi_slopes, tiles,
     ).inner_contiguous()  # fmt: skip
+    rows = whole_rows(tensors) if module.FUSED else tensors
+    copied, tensors = rows.bias is not tensors.bias, rows
     scalars = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
     need = NEED_Q | NEED_K | NEED_V | (0 if bias is None else NEED_BIAS)
     need |= 0 if key_weight is None else NEED_KEY_WEIGHT
@@ -171,6 +191,8 @@ def attention_backward(
     if cu_seqlens_q is not None:
         dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
     dbias, dweight = (None if x is None else g.reshape(x.shape) for g, x in ((dbias, bias), (dweight, key_weight)))
+    if dbias is not None and copied:
+        dbias = dbias.contiguous()
     if given_bias is not None and dbias is not None:
         dbias = dbias.to(given_bias.dtype)
     return Gradients(dq, dk, dv, dbias, dweight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.api import fp8, paged, residual
-from flashsci.api.attention import aligned, attention
+from flashsci.api import block_mask, fp8, paged, residual
+from flashsci.api.attention import attention
 from flashsci.api.attention import describe as describe_dense
 from flashsci.api.paged import paged_attention
 from flashsci.api.residual import residual_attention
@@ -24,6 +25,7 @@ from flashsci.call.ops import Tensors
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.plans import gradients
 from flashsci.call.problem import problem_of
+from flashsci.call.ranks import aligned
 from flashsci.call.torch_state import autocast, transforming
 from flashsci.choice import choose, explanation
 from flashsci.choice.backends import FORWARD_OF_CUDA, requested
@@ -82,6 +84,8 @@ def _attention(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     packed = "cu_seqlens_q" in given
     shared = arguments.Options.of(*(given[name] for name in arguments.SHARED))
     declared = Packed if packed else Dense
+    mask, tiles = block_mask.parts(given.get("mask"))
+    given = {**given, "mask": mask}
     tensors = declared(**{name: given[name] for name in declared._fields})
     others = {
         n: getattr(tensors, n)
@@ -98,7 +102,7 @@ def _attention(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     q, k, v = autocast(q, k, v)
     tensors = tensors._replace(q=q, k=k, v=v, bias=arguments.widened(tensors.bias, q.dtype))
     needs_grad = transforms.needs_grad(*tensors)
-    describe: Any = describe_packed if packed else describe_dense
+    describe: Any = describe_packed if packed else functools.partial(describe_dense, tiled=tiles is not None)
     found = _explained(describe(tensors, shared, needs_grad), backend)
     taken = {name: x for name, x in tensors._asdict().items() if name in Tensors._fields}
     if packed:
@@ -145,7 +149,7 @@ def _with_kernels(
     if not (by_cuda or (choice.gradients == BY_RULES and needs_grad)) or q.is_nested:
         return found
     naming = _naming()
-    flags = gradients(*tensors.leaves) if needs_grad else ()
+    flags = gradients(*tensors.leaves)[: len(tensors.leaves)] if needs_grad else ()
     need = sum(1 << i for i, wanted in enumerate(flags) if wanted)
     rows = Tensors(*map(naming.without_memory, tensors))
     if tensors.cu_seqlens_q is None:

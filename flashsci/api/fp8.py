@@ -33,6 +33,7 @@ class FP8Options(NamedTuple):
     mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
+    pair_gate: Tensor | None = None
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments.Options, backend: str) -> Any:

@@ -18,6 +18,7 @@ def attention(
     bias: Any,
     key_weight: Any,
     mask: Any,
+    pair_gate: Any,
     return_lse: bool,
     **options: Any,
 ) -> Any:
@@ -30,6 +31,8 @@ def attention(
         ValueError: a bias, key_weight or mask (use :func:`flashsci.varlen_attention`), or tensors that are not all
             jagged in the same way.
     """
+    if pair_gate is not None:
+        raise ValueError("nested tensors take no pair_gate: pad them, and hide the padding by a mask")
     if bias is not None or key_weight is not None or mask is not None:
         raise ValueError(
             "nested tensors take no bias, key_weight or mask; call varlen_attention on .values() with a ragged bias"

@@ -44,6 +44,7 @@ def paged_attention(
     v_scale: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    deterministic: bool | str | None = None,
     backend: str = "auto",
 ) -> Any:
     """Exact softmax attention of N packed sequences to their keys and values in a paged cache.
@@ -76,6 +77,9 @@ def paged_attention(
             values times these are K and V. None: 1. They multiply scores and output, in float32.
         return_lse: also return the lse.
         out: ``[T, Hq, Dv]`` in q's dtype with a contiguous last dim, to be filled and returned; None for a new one.
+        deterministic: "batch" demands that the bits of a sequence do not depend on the other sequences of the call. The
+            keys of a sequence are then not split over programs, which takes longer where sequences are few and long.
+            Results are equal from run to run in any case.
         backend: as in :func:`flashsci.attention`; "triton", "cuda" (from sm_80 on, 16-bit queries) and "reference"
             have paged calls. "auto" takes cuda for decodes from sm_80 on, triton for other calls on a GPU, and
             elsewhere reference, which reads lengths on the host.
@@ -102,7 +106,9 @@ def paged_attention(
         ... ).shape
         torch.Size([4, 8, 64])
     """
-    options = arguments.Options.of(causal, window, "lower_right", scale, softcap, 0.0, return_lse, False, None)
+    options = arguments.Options.of(
+        causal, window, "lower_right", scale, softcap, 0.0, return_lse, deterministic or False, None
+    )
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
     given = PagedTensors(q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sink, k_scale, v_scale)
     plan = _plan(given, out, max_seqlen_q, options, backend)
@@ -157,10 +163,13 @@ def _plan(
     return plan
 
 
+_AGAIN = ("window", "scale", "softcap", "return_lse", "deterministic")
+
+
 def _again(max_seqlen_q: int | None, options: arguments.Options, given: Sequence[Tensor | None], backend: str) -> Any:
     """The call of a plan, with other tensors of the same kind and an output of its own."""
     tensors: dict[str, Any] = dict(zip(PagedTensors._fields, given, strict=True))
-    shared = {name: x for name, x in options.keywords().items() if name in ("window", "scale", "softcap", "return_lse")}
+    shared = {name: x for name, x in options.keywords().items() if name in _AGAIN}
     return paged_attention(**tensors, max_seqlen_q=max_seqlen_q, causal=False, **shared, backend=backend)
 
 

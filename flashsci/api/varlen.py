@@ -61,10 +61,11 @@ def varlen_attention(
     align: str = "upper_left",
     scale: float | None = None,
     softcap: float | None = None,
+    softcap_at: str = "scores",
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool | None = None,
+    deterministic: bool | str | None = None,
     precision: str | None = None,
     validate: bool = False,
     q_scale: Tensor | None = None,
@@ -127,7 +128,7 @@ def varlen_attention(
         seen = tuple(filter(present, every))
         again, call = repeated(
             ("packed", *map(absent, every)), seen,
-            (max_seqlen_q, max_seqlen_k, causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision, validate),
+            (max_seqlen_q, max_seqlen_k, causal, align, scale, softcap, dropout_p, return_lse, deterministic, precision, validate, softcap_at),
             window, backend,
         )  # fmt: skip
     if again is not None:
@@ -136,7 +137,7 @@ def varlen_attention(
         return found if return_lse else found[0]
     arguments.check_types(q, k, v, bias=bias, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink)
     options = arguments.Options.of(
-        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision
+        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
     )
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)

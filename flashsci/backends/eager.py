@@ -26,6 +26,8 @@ def unavailable() -> str | None:
 
 
 def rejects(problem: Problem) -> str | None:
+    if problem.batch_invariant:
+        return "the order of sums in its batched products depends on the batch"
     lacks = (
         (problem.dtype.itemsize == 1, "8-bit floats"),
         (problem.paged, "paged cache"),

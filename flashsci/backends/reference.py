@@ -1,15 +1,17 @@
 """The specification as code: every feature in plain PyTorch, on any device and dtype, differentiable to any order.
 
-    S = softcap(scale Q K^T) + bias - slope |i + shift - j|, masked
-    L = log(sum_j w e^S + e^sink);  P = w exp(S - L);  O = (P o R) V
+    S = softcap(scale Q K^T) + bias - slope |i + shift - j|, masked; or softcap of that sum, masked
+    L = log(sum_j w e^S + e^sink);  P = w exp(S - L);  O = (P o R o G) V
 
-Here R is the dropout keep mask divided by 1 - p, and w the key weights (1 without). Memory is O(Sq * Sk). In float64
+Here R is the dropout keep mask divided by 1 - p, w the key weights and G the gate of
+pairs (1 without). Memory is O(Sq * Sk). In float64
 this is the oracle of all tests. In a lower dtype it is "plain PyTorch in the same dtype", the baseline of the
 two-error rule.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -22,6 +24,7 @@ from flashsci.call.fp8_ops import FP8, lacks
 from flashsci.call.ops import Saved, Scalars, Tensors, follow_layout, interleaved
 from flashsci.call.problem import Problem
 from flashsci.call.torch_state import casts_to, holds, rounds_products
+from flashsci.errors import BackendError
 
 FUSED = False
 _ROWS = frozenset(("q", "k", "v"))
@@ -30,7 +33,7 @@ _OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
 READS = {
     kinds.ATTENTION: _ROWS
     | _OFFSETS
-    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink"},
+    | {"bias", "key_weight", "mask", "bias_offsets", "dropout_seed", "alibi_slopes", "sink", "pair_gate"},
     kinds.PAGED: frozenset(
         ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
     ),
@@ -44,6 +47,8 @@ def unavailable() -> str | None:
 
 
 def rejects(problem: Problem) -> str | None:
+    if problem.batch_invariant and problem.dtype == FP8:
+        return "its batched products of 8-bit floats depend on the batch; give q, k and v in 16 bits"
     return lacks(problem) if problem.dtype == FP8 else None
 
 
@@ -132,15 +137,21 @@ def _scores(
     alibi_slopes: Tensor | None,
     scalars: Scalars,
 ) -> tuple[Tensor, Tensor | None]:
-    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and scale q k^T / softcap if there is a softcap."""
-    softcap = scalars.softcap
+    """S [*, Hq, Sq, Sk] with -inf where a key is not visible, and the argument of the softcap's tanh if there is one."""
+    softcap, caps_bias = scalars.softcap, scalars.caps_bias
     keys = per_query_head(k, q.shape[-3] if q.dim() > 2 else 1)
     scores = _product(q * scalars.scale, keys.transpose(-1, -2))
     capped = None
-    if softcap:
+    hidden = [] if mask is None else [~mask]
+    if softcap and not caps_bias:
         # In fp32: if a softcap is far above the scores, their quotient is below the range of fp16.
         capped = scores.to(_statistics_dtype(scores.dtype)) / softcap
         scores = (softcap * _tanh(capped)).to(scores.dtype)
+    if bias is not None and caps_bias:
+        # A bias of -inf hides its key, and the tanh would not.
+        scores = scores.to(_statistics_dtype(scores.dtype))
+        hidden.append(bias == float("-inf"))
+        bias = bias.masked_fill(hidden[-1], 0.0)
     if bias is not None:
         scores = scores + bias
     scores = scores.to(_statistics_dtype(scores.dtype))
@@ -148,11 +159,13 @@ def _scores(
         slopes = alibi_slopes[..., None, None] if q.dim() > 2 else alibi_slopes
         away = ahead(q.shape[-2], k.shape[-2], scalars.lower_right, q.device).abs()
         scores = scores - slopes.to(scores.dtype) * away
+    if softcap and caps_bias:
+        capped = scores / softcap
+        scores = softcap * _tanh(capped)
     window = scalars.window_left, scalars.window_right, scalars.lower_right
     keep = visible(q.shape[-2], k.shape[-2], *window, q.device)
-    for hidden in (keep, mask):
-        if hidden is not None:
-            scores = scores.masked_fill(~hidden, float("-inf"))
+    for where in hidden if keep is None else (~keep, *hidden):
+        scores = scores.masked_fill(where, float("-inf"))
     return scores, capped
 
 
@@ -194,6 +207,7 @@ def _dense_forward(
     sink: Tensor | None,
     scalars: Scalars,
     batch_offset: int = 0,
+    pair_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     scores, _ = _scores(q, k, bias, mask, alibi_slopes, scalars)
     # The maximum only guards the exponential: softmax does not depend on it, so gradients do not either.
@@ -230,6 +244,8 @@ def _dense_forward(
     if dropout_p:
         assert seed is not None
         p = torch.where(_keep(seed, dropout_p, scores, batch_offset), p / (1 - dropout_p), torch.zeros_like(p))
+    if pair_gate is not None:
+        p = p * pair_gate.to(p.dtype)
     return _product(p.to(v.dtype), per_query_head(v, q.shape[-3] if q.dim() > 2 else 1)), lse
 
 
@@ -280,9 +296,10 @@ def _dense_backward(
     dp = keep * _product(dout_, per_query_head(v_, heads_q).transpose(-1, -2))
     ds = p * (dp - delta)
     dweight = None if key_weight is None else _weight_gradient(terms * (dp - delta), key_weight, heads_k)
-    dbias = None if bias is None else _sum_to(ds, bias.shape).to(bias.dtype)
-    if capped is not None:
-        ds = ds * _tanh_slope(capped)
+    of_products = ds if capped is None else ds * _tanh_slope(capped)
+    of_bias = of_products if scalars.caps_bias else ds
+    dbias = None if bias is None else _sum_to(of_bias, bias.shape).to(bias.dtype)
+    ds = of_products
     dq = scale * _product(ds, per_query_head(k_, heads_q))
     dk = _per_key_head(scale * _product(ds.transpose(-1, -2), q_), heads_k)
     dv = _per_key_head(_product((p * keep).transpose(-1, -2), dout_), heads_k)
@@ -295,17 +312,17 @@ def _weight_gradient(of_pairs: Tensor, key_weight: Tensor, heads_k: int) -> Tens
     return _sum_to(found, key_weight.shape).to(key_weight.dtype)
 
 
-def _pieces(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
+def pieces(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
     """``x`` cut along ``dim`` into the packed sequences, and the rest after the last. It is one split: each slice
     would add a gradient of the size of ``x``."""
     return x.split([*sizes, x.shape[dim] - sum(sizes)], dim)
 
 
-def _pieces_if_any(x: Tensor | None, sizes: list[int], dim: int) -> tuple[Tensor | None, ...]:
-    return (None,) * (len(sizes) + 1) if x is None else _pieces(x, sizes, dim)
+def pieces_if_any(x: Tensor | None, sizes: list[int], dim: int) -> tuple[Tensor | None, ...]:
+    return (None,) * (len(sizes) + 1) if x is None else pieces(x, sizes, dim)
 
 
-class _Packed:
+class Sequences:
     """The sequences of a packed call. Reads the offsets on the host."""
 
     def __init__(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, ragged_bias: bool):
@@ -318,7 +335,7 @@ class _Packed:
 
     def biases(self, bias: Tensor | None) -> list[Tensor | None]:
         """The bias of each sequence, [Hq or 1, Sq or 1, Sk]."""
-        blocks = _pieces_if_any(bias, self.bias_sizes, -1)[: self.count]
+        blocks = pieces_if_any(bias, self.bias_sizes, -1)[: self.count]
         if not self.ragged_bias:
             return list(blocks)
         return [x.unflatten(-1, s) for x, s in zip(blocks, self.shapes, strict=True) if x is not None]
@@ -335,29 +352,63 @@ class _Packed:
         return torch.cat([*parts, torch.zeros_like(whole.narrow(dim, 0, left))], dim)
 
 
-def forward(tensors: Tensors, scalars: Scalars, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _by_members(tensors: Tensors, scalars: Scalars, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and lse of a dense call, each member of the batch by products of its own.
+
+    The order of the sums of a batched product depends on the batch, and may depend on addresses: members are copied.
+    """
+    lead = tensors.q.shape[:-3]
+
+    def of(x: Tensor | None, trailing: int, n: tuple[int, ...]) -> Tensor | None:
+        if x is None:
+            return None
+        dims = max(x.dim() - trailing, 0)
+        member = x[tuple(0 if x.shape[d] == 1 else n[len(lead) - dims + d] for d in range(dims))]
+        return member.clone(memory_format=torch.contiguous_format)
+
+    results = []
+    for n in itertools.product(*map(range, lead)):
+        q, k, v = (of(x, 3, n) for x in (tensors.q, tensors.k, tensors.v))
+        assert q is not None and k is not None and v is not None
+        bias, mask = of(tensors.bias, 3, n), of(tensors.mask, 3, n)
+        weight, alibi = of(tensors.key_weight, 2, n), of(tensors.alibi_slopes, 1, n)
+        results.append(_dense_forward(q, k, v, bias, weight, mask, None, alibi, sink, scalars))
+    if not results:
+        seed = tensors.dropout_seed
+        return _dense_forward(*tensors[:3], *tensors[3:6], seed, tensors.alibi_slopes, sink, scalars)
+    outs, lses = (torch.stack(x) for x in zip(*results, strict=True))
+    return outs.reshape(*lead, *outs.shape[1:]), lses.reshape(*lead, *lses.shape[1:])
+
+
+def forward(
+    tensors: Tensors, scalars: Scalars, sink: Tensor | None = None, pair_gate: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out [*, Hq, Sq, Dv] and lse [*, Hq, Sq] (fp32, or fp64 for fp64).
 
-    Both are differentiable in q, k, v, bias, key_weight, alibi_slopes and sink [Hq]. (Other backends compute no sink:
-    flashsci/call/sink.py.)
+    Both are differentiable in q, k, v, bias, key_weight, alibi_slopes, sink [Hq] and, for dense calls, the gate of pairs.
+    (Other backends compute no sink: flashsci/call/sink.py.)
     """
     q, k, v, bias, key_weight = tensors.q, tensors.k, tensors.v, tensors.bias, tensors.key_weight
     mask, seed, alibi = tensors.mask, tensors.dropout_seed, tensors.alibi_slopes
     cu_seqlens_q, cu_seqlens_k, bias_offsets = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.bias_offsets
-    if cu_seqlens_q is None:
-        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars)
+    if cu_seqlens_q is None and scalars.batch_invariant() and pair_gate is None:
+        out, lse = _by_members(tensors, scalars, sink)
+    elif cu_seqlens_q is None:
+        out, lse = _dense_forward(q, k, v, bias, key_weight, mask, seed, alibi, sink, scalars, pair_gate=pair_gate)
     else:
         assert cu_seqlens_k is not None
-        packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
+        packed = Sequences(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
         if not packed.count:  # all rows belong to no sequence: one call without keys, which has gradients
             bias, key_weight = (None if x is None else x[..., :0] for x in (bias, key_weight))
             bias = bias.unsqueeze(-2) if bias is not None and packed.ragged_bias else bias
             keys = k[..., :0, :], v[..., :0, :]
             return _dense_forward(q, *keys, bias, key_weight, None, seed, None, sink, scalars)
-        qs = _pieces(q, packed.sizes_q, -2)
-        ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
+        qs = pieces(q, packed.sizes_q, -2)
+        ks, vs = (pieces(x, packed.sizes_k, -2) for x in (k, v))
+        if scalars.batch_invariant():  # sums of products may depend on addresses
+            qs, ks, vs = (tuple(x.clone() for x in of) for of in (qs, ks, vs))
         biases = packed.biases(bias)
-        weights = _pieces_if_any(key_weight, packed.sizes_k, -1)
+        weights = pieces_if_any(key_weight, packed.sizes_k, -1)
         slopes = packed.slopes(alibi)
         results = [
             _dense_forward(
@@ -396,17 +447,22 @@ def backward(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) 
     out, lse, scalars = saved.out, saved.lse, saved.scalars
     dout = torch.zeros_like(out) if dout is None else dout
     if cu_seqlens_q is None:
+        if scalars.batch_invariant() and q.dim() > 3:
+            raise BackendError(
+                "flashsci: attention_backward of the reference backend sums in batched products, whose order depends on the "
+                "batch; call it once for each member, use backend='triton', or differentiate flashsci.attention"
+            )
         dq, dk, dv, dbias, dweight = _dense_backward(
             dout, dlse, q, k, v, bias, key_weight, mask, seed, alibi, out, lse, scalars
         )
     else:
         assert cu_seqlens_k is not None
-        packed = _Packed(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
-        qs, outs, douts = (_pieces(x, packed.sizes_q, -2) for x in (q, out, dout))
-        lses, dlses = _pieces(lse, packed.sizes_q, -1), _pieces_if_any(dlse, packed.sizes_q, -1)
-        ks, vs = (_pieces(x, packed.sizes_k, -2) for x in (k, v))
+        packed = Sequences(cu_seqlens_q, cu_seqlens_k, bias_offsets is not None)
+        qs, outs, douts = (pieces(x, packed.sizes_q, -2) for x in (q, out, dout))
+        lses, dlses = pieces(lse, packed.sizes_q, -1), pieces_if_any(dlse, packed.sizes_q, -1)
+        ks, vs = (pieces(x, packed.sizes_k, -2) for x in (k, v))
         biases, slopes = packed.biases(bias), packed.slopes(alibi)
-        weights = _pieces_if_any(key_weight, packed.sizes_k, -1)
+        weights = pieces_if_any(key_weight, packed.sizes_k, -1)
         found = [
             _dense_backward(
                 douts[n],

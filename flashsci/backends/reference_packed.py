@@ -19,7 +19,7 @@ from flashsci.backends.reference import READS, rejects, unavailable
 from flashsci.call import ops
 from flashsci.call.ops import PASSES, Saved, Scalars, Tangents, Tensors
 
-__all__ = ["FUSED", "READS", "backward", "double_backward", "forward", "jvp", "rejects", "unavailable"]
+__all__ = ["FUSED", "READS", "backward", "double_backward", "forward", "jvp", "rejects", "second_jvp", "unavailable"]
 
 FUSED = True
 _KEYS = ("CPU", "CUDA")
@@ -74,6 +74,27 @@ def _jvp(tangents: Tangents, saved: Saved) -> tuple[Tensor, ...]:
         return torch.autograd.grad(along, (dout, dlse), materialize_grads=True)
 
 
+def _second_jvp(
+    first: Tangents, second: Tangents, mixed: Tangents, first_lse: Tensor, second_lse: Tensor, saved: Saved
+) -> tuple[Tensor, ...]:
+    tensors = saved.tensors
+    with _recording():
+        dout, dlse = _zeros(saved.out, None), _zeros(saved.lse, None)
+        # A first tangent of zero may move along the second.
+        moving = [None if x is None else _zeros(x, t) for x, t in zip(tensors.leaves, first, strict=True)]
+        leaves, along = _along(saved, Tangents(*moving), dout, dlse)
+        tangents = torch.autograd.grad(along, (dout, dlse), create_graph=True, materialize_grads=True)
+        cotangents = _zeros(saved.out, None), _zeros(saved.lse, None)
+        inputs = (*leaves, *(t for t in moving if t is not None))
+        found = torch.autograd.grad(tangents, inputs, cotangents, create_graph=True, materialize_grads=True)
+        directions = [t for of in (second, mixed) for t, x in zip(of, tensors.leaves, strict=True) if x is not None]
+        pairs = [(g, t) for g, t in zip(found, directions, strict=True) if t is not None and g.requires_grad]
+        if not pairs:
+            return torch.zeros_like(saved.out), torch.zeros_like(saved.lse)
+        whole = torch.stack([(g * t).sum() for g, t in pairs]).sum()
+        return torch.autograd.grad(whole, cotangents, materialize_grads=True)
+
+
 def _double_backward(
     tangents: Tangents, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int
 ) -> tuple[Tensor, ...]:
@@ -97,12 +118,13 @@ def _laid_out(kernel: Callable[..., Sequence[Tensor]], what: str) -> Callable[..
     return run
 
 
-forward, backward, jvp, double_backward = (
+forward, backward, jvp, second_jvp, double_backward = (
     ops.define("reference_packed", what, _laid_out(kernel, what), _KEYS)
     for what, kernel in (
         ("forward", _forward),
         ("backward", reference.backward),
         ("jvp", _jvp),
+        ("second_jvp", _second_jvp),
         ("double_backward", _double_backward),
     )
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashsci.backends import reference
 from flashsci.backends.host_reads import check_readable
 from flashsci.call import paged_checks
-from flashsci.call.ops import Scalars, Tensors, statistics_dtype
+from flashsci.call.ops import BATCH_INVARIANT, Scalars, Tensors, statistics_dtype
 from flashsci.call.paged_ops import FP8, PagedScalars, PagedTensors, define, empty_lse
 
 
@@ -39,6 +39,8 @@ def _attention(tensors: PagedTensors, out: Tensor, scalars: PagedScalars) -> Ten
 def _sequence(tensors: PagedTensors, scalars: PagedScalars, n: int, rows: slice, length: int) -> tuple[Tensor, Tensor]:
     """(out ``[Hq, Lq, Dv]``, lse ``[Hq, Lq]``) of sequence n."""
     q = tensors.q[rows].transpose(0, 1).to(statistics_dtype(tensors.q.dtype))
+    if scalars.max_seqlen_q == BATCH_INVARIANT:  # sums of products may depend on addresses
+        q = q.clone(memory_format=torch.contiguous_format)
     table, first = tensors.block_table[n], 0
     if scalars.window_left >= 0:  # keys that no query sees may have left the cache
         first = max(0, length - q.shape[1] - scalars.window_left)

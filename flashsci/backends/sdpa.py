@@ -33,6 +33,8 @@ def unavailable() -> str | None:
 def rejects(problem: Problem) -> str | None:
     if problem.dtype.itemsize == 1:
         return "SDPA takes no 8-bit floats"
+    if problem.batch_invariant:
+        return "SDPA's kernels, and the order of their sums, depend on the batch"
     if problem.paged:
         return "SDPA takes no paged cache"
     if problem.varlen:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flashsci.call.kinds import OFFSETS, Argument, Field, Role
-from flashsci.call.ops import Scalars
+from flashsci.call.ops import BATCH_INVARIANT, Scalars
+from flashsci.call.row_pitch import differs_by_query
 from flashsci.call.torch_state import is_captured, is_readable, transforming
 from flashsci.call.transforms import is_mapped, wanted
 
@@ -29,8 +30,11 @@ SHARED = (
     "return_lse",
     "deterministic",
     "precision",
+    "softcap_at",
 )
+BATCH = "batch"  # deterministic, and whatever else is in the batch
 ALIGNMENTS = ("upper_left", "lower_right")
+SOFTCAP_PLACES = ("scores", "biased")  # of the softcap
 # A softcap this many times the scale bounds nothing: products q k^T up to 2^87 do not change, to fp32 rounding.
 # Nearer to the end of fp32 the quotient of scale and softcap, or of a score and its cap, would vanish.
 BOUNDLESS = 2.0**100
@@ -87,6 +91,19 @@ def flag(name: str, x: Any, advice: str = "") -> bool:
     if isinstance(x, Tensor):
         advice = f"; bool({name}) reads it on the host"
     raise TypeError(f"{name} must be True or False, got {_described(x)}{advice}")
+
+
+def _determinism(x: Any) -> bool | str:
+    """The option ``deterministic`` if it is not a bool.
+
+    Raises:
+        TypeError, ValueError: it is not "batch".
+    """
+    if type(x) is not str:
+        return flag("deterministic", x, f"; {BATCH!r} excludes the influence of the batch, too")
+    if x != BATCH:
+        raise ValueError(f"deterministic must be True, False, None or {BATCH!r}, got {x!r}")
+    return x
 
 
 def length(name: str, x: Any) -> int | None:
@@ -297,8 +314,9 @@ class Options(NamedTuple):
     softcap: float | None
     dropout_p: float
     return_lse: bool
-    deterministic: bool
+    deterministic: bool | str  # or BATCH
     precision: str | None
+    softcap_at: str = "scores"
 
     @classmethod
     def of(
@@ -310,8 +328,9 @@ class Options(NamedTuple):
         softcap: float | None,
         dropout_p: float,
         return_lse: bool,
-        deterministic: bool | None,
+        deterministic: bool | str | None,
         precision: str | None,
+        softcap_at: str = "scores",
     ) -> Options:
         # Chains of identities keep usual calls cheap. Types with equal hashes (1, 1.0 and True) are told apart here,
         # because the keys of plans cannot do it.
@@ -322,7 +341,7 @@ class Options(NamedTuple):
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         elif type(deterministic) is not bool:
-            deterministic = flag("deterministic", deterministic)
+            deterministic = _determinism(deterministic)
         if scale is not None and type(scale) is not float:
             scale = number("scale", scale, True)
         if softcap is not None and type(softcap) is not float:
@@ -333,8 +352,22 @@ class Options(NamedTuple):
             raise ValueError(f"align must be one of {ALIGNMENTS}, got {_described(align)}")
         if precision is not None and type(precision) is not str:
             raise ValueError(f"precision must be None or one of {PRECISIONS}, got {_described(precision)}")
+        if type(softcap_at) is not str:
+            raise ValueError(f"softcap_at must be one of {SOFTCAP_PLACES}, got {_described(softcap_at)}")
         left, right = (-1, 0 if causal else -1) if window is None else window_bounds(causal, window)
-        return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision)
+        return cls(left, right, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at)
+
+    def of_ranks(self) -> bool:
+        """Whether a call of several ranks is deterministic.
+
+        Raises:
+            ValueError: it is to be independent of its batch, too.
+        """
+        if self.deterministic == BATCH:
+            raise ValueError(
+                f"deterministic={BATCH!r} is for calls of one device: the parts of ranks follow from the whole call; give True"
+            )
+        return bool(self.deterministic)
 
     def keywords(self) -> dict[str, Any]:
         """The arguments of an entry point that give these options."""
@@ -352,8 +385,15 @@ class Options(NamedTuple):
             raise ValueError(f"softcap must be positive (None or 0 for none), got {self.softcap}")
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p must be in [0, 1), got {self.dropout_p}")
+        if self.deterministic == BATCH and self.dropout_p:
+            raise ValueError(
+                f"deterministic={BATCH!r} excludes dropout, whose entries depend on the place of a sequence in the batch; leave "
+                "dropout_p=0.0, or give deterministic=True"
+            )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(f"precision must be None or one of {PRECISIONS}, got {self.precision!r}")
+        if self.softcap_at not in SOFTCAP_PLACES:
+            raise ValueError(f"softcap_at must be one of {SOFTCAP_PLACES}, got {self.softcap_at!r}")
 
     def scalars(self, head_dim: int, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> Scalars:
         """The options as kernels take them, with defaults filled in."""
@@ -361,6 +401,8 @@ class Options(NamedTuple):
         softcap = float(self.softcap) if self.softcap else 0.0
         if softcap and softcap >= BOUNDLESS * abs(scale):
             softcap = 0.0
+        if self.deterministic == BATCH:
+            max_seqlen_q = max_seqlen_k = BATCH_INVARIANT
         return Scalars(
             -1 if max_seqlen_q is None else max_seqlen_q,
             -1 if max_seqlen_k is None else max_seqlen_k,
@@ -371,15 +413,18 @@ class Options(NamedTuple):
             self.align == "lower_right",
             float(self.dropout_p) if self.dropout_p else 0.0,
             self.precision or "default",
-            self.deterministic,
+            bool(self.deterministic),
+            self.softcap_at == "biased" and _static_sign(softcap) > 0,
         )
 
     def features(self, tensors: Mapping[str, Tensor | None], needs_grad: bool) -> dict[str, Any]:
         """The fields of a Problem that follow from the options and the tensors of a call, by name."""
         given = tuple([name for name, x in tensors.items() if x is not None])
-        bias, key_weight = tensors.get("bias"), tensors.get("key_weight")
+        bias, key_weight, mask = tensors.get("bias"), tensors.get("key_weight"), tensors.get("mask")
         # A compiler may keep floats symbolic; it is enough to know whether there is a softcap or dropout.
         static = torch.compiler.is_compiling()
+        learnt = needs_grad and wanted(tensors.get("alibi_slopes"))
+        softcap = _static_sign(self.softcap) if static else float(self.softcap or 0.0)
         # A compiler's tensors do not show the derivatives that transforms want. A backend must know of weights with a
         # sink.
         hidden = static and "key_weight" in given and "sink" in given and transforming()
@@ -388,10 +433,12 @@ class Options(NamedTuple):
             window_left=index(self.window_left),
             window_right=index(self.window_right),
             lower_right=self.align == "lower_right",
-            softcap=_static_sign(self.softcap) if static else float(self.softcap or 0.0),
+            softcap=softcap,
+            caps_bias=softcap > 0 and self.softcap_at == "biased" and ("bias" in given or "alibi_slopes" in given),
             dropout_p=_static_sign(self.dropout_p) if static else float(self.dropout_p),
             return_lse=self.return_lse,
-            deterministic=self.deterministic,
+            deterministic=bool(self.deterministic),
+            batch_invariant=self.deterministic == BATCH,
             precision=self.precision or "default",
             requires_grad=needs_grad,
             bias_dtype=None if bias is None else bias.dtype,
@@ -399,9 +446,12 @@ class Options(NamedTuple):
             key_weight="key_weight" in given,
             key_weight_grad=(needs_grad and wanted(key_weight)) or hidden,
             alibi="alibi_slopes" in given,
-            alibi_grad=needs_grad and wanted(tensors.get("alibi_slopes")),
+            alibi_grad=learnt,
+            # A tangent, or a derivative under a transform or a compiler.
+            alibi_further=learnt and (static or transforming()),
             sink="sink" in given,
-            mask="mask" in given,
+            mask=mask is not None,
+            mask_by_query=mask is not None and differs_by_query(mask),
             given=given,
         )
 

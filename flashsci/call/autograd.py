@@ -1,14 +1,16 @@
 """The autograd nodes of fused backends, to second order, in reverse and in forward mode.
 
-There are four nodes, so that every derivative of a derivative has a node:
+There are five nodes, so that every derivative of a derivative has a node:
 
     Forward         backward: Backward                         jvp: Jvp
     Backward        backward: DoubleBackward                   jvp: DoubleBackward + Backward
-    Jvp             backward: Backward, DoubleBackward         (a second tangent is refused)
+    Jvp             backward: Backward, DoubleBackward         jvp: SecondJvp; Jvp, where the tangents alone have tangents
     DoubleBackward  backward: itself + Backward, in the tangents it is linear in; refused in all else
+    SecondJvp       (both are refused)
 
 The double backward of <tx, dx> is the tangent of the backward along tx, so one kernel serves both. out and lse enter
-every node but the first detached: the formulas already hold their dependence on the other tensors. A backend without
+every node but the first detached: the formulas already hold their dependence on the other tensors. Jvp takes the tangent
+of lse that forward mode has found at the level below. A backend without
 second-order kernels of its own uses Triton's, with the same q, k, v, out and lse. Third order raises, both under
 ``loss.backward()`` and under ``torch.autograd.grad(loss, parameters)``.
 """
@@ -49,7 +51,7 @@ _Gradients = tuple[Tensor | None, ...]
 _NOTHING: _Gradients = (None,) * _LEAVES
 
 
-def _refuse(what: str) -> Any:
+def refuse(what: str) -> Any:
     raise BackendError(
         f"flashsci: {what} is not supported (it would otherwise be dropped silently); "
         "compute this call with backend='reference', which differentiates to any order"
@@ -57,6 +59,7 @@ def _refuse(what: str) -> Any:
 
 
 THIRD = "a third derivative through a fused kernel"
+#: The refusal of gated calls, see gate_nodes.py.
 FORWARD_TWICE = (
     "forward mode over a forward-mode or second derivative of a fused kernel (a Hessian is "
     "torch.func.jacfwd(torch.func.jacrev(f)))"
@@ -64,9 +67,9 @@ FORWARD_TWICE = (
 
 # The refusal as an op: a compiler traces backwards that never run.
 LIBRARY.define("refuse(Tensor x, str what) -> Tensor")
-LIBRARY.impl("refuse", lambda x, what: _refuse(what), "CompositeExplicitAutograd")
+LIBRARY.impl("refuse", lambda x, what: refuse(what), "CompositeExplicitAutograd")
 torch.library.register_fake("flashsci::refuse", lambda x, what: torch.empty_like(x), lib=LIBRARY)
-torch.library.register_vmap("flashsci::refuse", lambda info, dims, x, what: _refuse(what), lib=LIBRARY)
+torch.library.register_vmap("flashsci::refuse", lambda info, dims, x, what: refuse(what), lib=LIBRARY)
 
 
 class Guard(torch.autograd.Function):
@@ -88,7 +91,7 @@ class Guard(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse(FORWARD_TWICE if ctx.what == THIRD else ctx.what)
+        refuse(ctx.what)
 
 
 def guarded(tensors: Any, what: str) -> list[Any]:
@@ -109,7 +112,7 @@ def _refuse_beyond_leaves(asked: Sequence[bool]) -> None:
     wanted = zip(Tensors._fields, asked, strict=False)
     beyond = [n for n, x in wanted if x and n not in Tangents._fields]
     if beyond:
-        _refuse(f"a derivative by {', '.join(beyond)} in a fused kernel")
+        refuse(f"a derivative by {', '.join(beyond)} in a fused kernel")
 
 
 def _needed(found: Any, need: int) -> _Gradients:
@@ -210,7 +213,8 @@ class Forward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         _refuse_beyond_leaves([x is not None for x in tangents])
-        return Jvp.apply(ctx.choice, *tangents[:_LEAVES], *_saved(ctx).flat())
+        saved = _saved(ctx)._replace(lse=Statistic.apply(ctx.saved_tensors[-1]))
+        return Jvp.apply(ctx.choice, *tangents[:_LEAVES], *saved.flat())
 
 
 class EagerForward(torch.autograd.Function):
@@ -301,6 +305,28 @@ def _saved(ctx: Any) -> Saved:
     return Saved(Tensors(*tensors), out.detach(), lse.detach(), ctx.scalars)
 
 
+class Statistic(torch.autograd.Function):
+    """lse itself, with the tangent that it has and without a gradient: :class:`Jvp` has both in its formulas."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(lse: Tensor) -> Tensor:
+        return lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
+
 class Backward(torch.autograd.Function):
     """dq, dk, dv, dbias, dkey_weight; the inputs are the Choice as :func:`written`, dout, dlse, the fields of Saved, and
     ``need``."""
@@ -371,14 +397,14 @@ class Jvp(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
         ctx.choice, ctx.scalars = inputs[0], inputs[1 + _LEAVES + _SAVED :]
-        tensors = inputs[1 : 1 + _LEAVES + _SAVED]
+        tensors = (*inputs[1 : 1 + _LEAVES + _SAVED], output[1])
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)  # vmap needs it, even to refuse
+        ctx.save_for_forward(*tensors)  # vmap needs the same in both
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        tensors, need = ctx.saved_tensors, ctx.needs_input_grad
-        tangents = Tangents(*tensors[:_LEAVES])
+        *tensors, _ = ctx.saved_tensors
+        need, tangents = ctx.needs_input_grad, Tangents(*tensors[:_LEAVES])
         saved = Saved.of((*tensors[_LEAVES:], *ctx.scalars))
         first = _backward(ctx.choice, dout, dlse, saved, _need(need[1 : 1 + _LEAVES]))
         second = _NOTHING
@@ -388,8 +414,16 @@ class Jvp(torch.autograd.Function):
         return (None, *first, *second, *(None,) * (_REST + 2))
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse(FORWARD_TWICE)
+    def jvp(ctx: Any, _: Any, *given: Any) -> Any:
+        *tensors, first_lse = ctx.saved_tensors
+        saved = Saved.of((*tensors[_LEAVES:], *ctx.scalars))
+        mixed, second = Tangents(*given[:_LEAVES]), Tangents(*given[_LEAVES : 2 * _LEAVES])
+        if all(x is None for x in second):  # linear in the tangents
+            return Jvp.apply(ctx.choice, *mixed, *saved.flat())
+        second_lse = given[_LEAVES + _SAVED - 1]
+        if second_lse is None:
+            second_lse = Jvp.apply(ctx.choice, *second, *saved.flat())[1]
+        return SecondJvp.apply(ctx.choice, *tensors[:_LEAVES], *second, *mixed, first_lse, second_lse, *saved.flat())
 
 
 class DoubleBackward(torch.autograd.Function):
@@ -427,7 +461,36 @@ class DoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse(FORWARD_TWICE)
+        refuse(THIRD)
+
+
+class SecondJvp(torch.autograd.Function):
+    """Second tangents of out and lse.
+
+    The inputs are the Choice as :func:`written`, the fields of three Tangents (along a first and a second direction, and
+    of the former along the latter), the tangents of lse along the two, and the fields of Saved.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(choice: str, *inputs: Any) -> tuple[Tensor, Tensor]:
+        given = PASSES["second_jvp"].grouped(*inputs)
+        module = differentiate.second_order(unwritten(choice).forward, given[-1].tensors, "second_jvp")
+        result: tuple[Tensor, Tensor] = module.second_jvp(*given)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_forward()  # vmap needs it, even to refuse
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        refuse(THIRD)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse(THIRD)
 
 
 # The nodes of a recorded backward as ops; that vmap runs them sample by sample, each with a graph.
@@ -439,5 +502,5 @@ for what, record in (
     LIBRARY.impl(f"recorded_{what}", record, "CompositeImplicitAutograd")
 
 # Dynamo cannot trace Functions that define jvp; as graph nodes they compile.
-for node in (Guard, Forward, Backward, Jvp, DoubleBackward):
+for node in (Guard, Forward, Statistic, Backward, Jvp, DoubleBackward, SecondJvp):
     torch.compiler.allow_in_graph(node)

@@ -1,5 +1,5 @@
 """Copies of a bias whose keys are not neighbours in memory: ``[.., Sq, Sk, H]`` with permuted dims, as a Linear over
-pairs leaves it.
+pairs leaves it. Also of a bias or mask whose rows do not begin at multiples of 16 bytes (row_pitch.py).
 
 Kernels read the copy. The gradient goes back in the order of the bias, which the Linear's own backward reads without
 a copy. torch's copy between such orders takes several times as long, because it moves numbers one by one.
@@ -25,13 +25,17 @@ MANY = 1 << 18
 def choose(tensors: Tensors) -> Callable[[Tensor], Tensor]:
     """A function that copies the bias of plain tensors like these, differentiable to any order: a Triton kernel, or
     torch."""
-    bias = tensors.bias
+    return choose_for(tensors.bias)
+
+
+def choose_for(x: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The same for a bias or mask."""
     if (
-        bias is None
-        or bias.device.type != "cuda"
-        or bias.numel() < MANY
-        or bias.dim() > 5
-        or bias.element_size() > 4
+        x is None
+        or x.device.type != "cuda"
+        or x.numel() < MANY
+        or x.dim() > 5
+        or x.element_size() > 4
         or BACKENDS["triton"].unavailable() is not None
     ):
         return with_inner_keys
@@ -57,8 +61,8 @@ class InnerKeys(torch.autograd.Function):
         if torch.is_grad_enabled() or gradient.stride(-1) != 1 or not ops.bypasses_dispatcher((gradient,)):
             return gradient  # it is to be differentiated, or its order is not known
         shape, back = _order(*ctx.kind)
-        target = torch.empty(shape, dtype=gradient.dtype, device=gradient.device)
-        return _fill(gradient, target.permute(back))
+        target = torch.empty(shape, dtype=gradient.dtype, device=gradient.device).permute(back)
+        return gradient if gradient.stride() == target.stride() else _fill(gradient, target)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,4 +75,7 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], 
 def _fill(source: Tensor, target: Tensor) -> Tensor:
     from flashsci.backends.triton.plans.copy import copied
 
+    if source.dtype is torch.bool:  # no kernel stores bits
+        copied(source.view(torch.uint8), target.view(torch.uint8))
+        return target
     return copied(source, target)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from flashsci.call import kinds
 from flashsci.call.kinds import EVERY, FIXED, PLACES, Dense, DerivativeRule, Packed, Scales, Seeded
+from flashsci.call.laplacian_tensors import LaplacianTensors
+from flashsci.call.map_tensors import MapTensors
 from flashsci.call.ops import Tangents
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.residual_ops import ResidualCall
@@ -58,6 +60,8 @@ _PAGED = Entry(
     mapped="give the samples as sequences of one call",
 )
 
+_MAP = kinds.rules(MapTensors)
+
 #: The entry points: those of flashsci, those of flashsci.distributed, and ``attention`` and ``varlen_attention`` of 8-bit floats.
 ENTRIES: dict[str, Entry] = {
     "attention": Entry(_DENSE),
@@ -73,7 +77,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "residual_attention": Entry(kinds.rules(ResidualCall)),
     "attention_backward": Entry(
-        {n: rule for n, rule in (_DENSE | _PACKED).items() if n != "sink" and n not in Scales._fields}
+        {n: rule for n, rule in (_DENSE | _PACKED).items() if n not in ("sink", "pair_gate", *Scales._fields)}
         | _each("dout out lse dlse", _GIVEN)
         | _each(" ".join(Tangents._fields), _GIVEN)
     ),
@@ -90,6 +94,9 @@ ENTRIES: dict[str, Entry] = {
         forward="give x.detach()",
         mapped="give the samples as sequences of one call",
     ),
+    "attention_weights": Entry(_MAP | _each("rows columns", PLACES)),
+    "attention_statistics": Entry(_MAP),
+    "forward_laplacian": Entry(kinds.rules(LaplacianTensors)),
     "merge": Entry(_each("outs lses", EVERY)),
     "sdpa": Entry(_each("query key value attn_mask", EVERY)),
     "dropout_mask": Entry({"dropout_seed": PLACES}),

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from flashsci.api.dropout import check_dropout, draw_seed
-from flashsci.call import arguments, second_order
+from flashsci.call import arguments, learnt_slopes, second_order
 from flashsci.call.ops import Given, Tensors, bypasses_dispatcher, follow_layout
 from flashsci.call.plans import Call, Plan, Run, remember
+from flashsci.call.row_pitch import whole_rows
 from flashsci.call.torch_state import count_flops, transforming_eagerly
 from flashsci.choice.gradients import written
 
@@ -56,9 +57,11 @@ def run(
         # of ModuleType.
         from flashsci.call.autograd import Forward
 
-        given = plan.raised(tensors).inner_contiguous()
+        given = whole_rows(plan.tabled(plan.raised(tensors).inner_contiguous()))
         result: tuple[Tensor, Tensor] = Forward.apply(written(plan.choice), *given, *plan.scalars)
         return result
+    if needs_grad and learnt_slopes.are_learnt(tensors):
+        return learnt_slopes.attend(plan, tensors)
     direct = bypasses_dispatcher(tensors)
     if direct and call is not None and plan.settled and not plan.scalars.dropout_p:
         remember(call, around(_again(plan, tensors, needs_grad, reads_lse)))

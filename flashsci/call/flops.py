@@ -21,7 +21,7 @@ from flashsci.call.problem import pairs_of
 
 #: Products over D and over Dv of each pass. The second order's are those that the formulas need, without repeated
 #: work of kernels.
-PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "double_backward": (7, 5)}
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "second_jvp": (9, 4), "double_backward": (7, 5)}
 #: Pairs that an op of a module above computes, by its name; that module adds them.
 PAIRS: dict[str, Callable[[dict[str, Any]], int]] = {}
 _BACKENDS = ("triton", "cuda", "reference_packed")
@@ -49,6 +49,7 @@ def formulas() -> dict[Any, Callable[..., int]]:
     found: dict[Any, Callable[..., int]] = {}
     named = [(f"{b}_{what}", PRODUCTS[what]) for b in _BACKENDS for what in PRODUCTS]
     named += [(f"triangle_{what}", PRODUCTS[what]) for what in ("forward", "backward")]
+    named += [(f"triton_gated_{what}", PRODUCTS[what]) for what in PRODUCTS]
     named += [("triton_residual_forward", (1, 1)), ("triton_residual_backward", (3, 2))]
     named += [(f"{b}_fp8_attention", (1, 1)) for b in ("triton", "cuda", "reference")]
     for name, products in named:
@@ -59,6 +60,9 @@ def formulas() -> dict[Any, Callable[..., int]]:
         op = getattr(torch.ops.flashsci, f"{backend}_paged_attention", None)
         if op is not None:
             found[op] = _formula(op, 1, 1, _paged_pairs)
+    op = getattr(torch.ops.flashsci, "triton_map_statistics", None)
+    if op is not None:
+        found[op] = _formula_of_maps(op)
     for name, pairs in PAIRS.items():
         op = getattr(torch.ops.flashsci, name)
         found[op] = _formula(op, *PRODUCTS[name.rpartition("_")[2]], pairs)
@@ -76,6 +80,20 @@ def _formula(
         values = given["v"] if "v" in given else given["v_cache"]
         products = over_dim * given["q"].shape[-1] + over_values * values.shape[-1]
         return int(2 * (pairs or _pairs)(given) * products)
+
+    count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
+    return count
+
+
+def _formula_of_maps(op: Any) -> Callable[..., int]:
+    """The formula of the reductions of a map: a product for those of rows, and one for those of keys."""
+    names = [argument.name for argument in op.default._schema.arguments]
+
+    def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
+        given = dict(zip(names, arguments, strict=False)) | named
+        given |= {"max_seqlen_q": given["q"].shape[-2], "max_seqlen_k": given["k"].shape[-2]}
+        products = int(given["entropy"] or given["largest_score"]) + int(given["key_sum"])
+        return int(2 * _pairs(given) * products * given["q"].shape[-1])
 
     count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
     return count

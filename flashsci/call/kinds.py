@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 #: The kinds of call that have kernels of their own; ATTENTION stands for dense and packed calls.
-ATTENTION, PAGED, FP8, RESIDUAL = "attention", "paged", "fp8", "residual"
+ATTENTION, PAGED, FP8, RESIDUAL, LAPLACIAN = "attention", "paged", "fp8", "residual", "laplacian"
 
 
 class Role(Enum):
@@ -32,6 +32,7 @@ class Role(Enum):
     ROWS = "rows of numbers [*, H, S, D], which kernels read along the last dim with stride 1"
     STATISTICS = "a number for each row of q [*, Hq, Sq], which kernels read as one block"
     SCORES = "broadcasts to the scores [*, Hq, Sq, Sk]"
+    TILES = "a table of tiles for each block of a mask [*, H or 1, 1, N]"
     KEYS = "broadcasts to the rows of k [*, Hk, Sk]"
     HEADS = "broadcasts to the heads of q [*, Hq]"
     LOGITS = "a number for each head of q [Hq]"
@@ -41,7 +42,7 @@ class Role(Enum):
 
 
 #: Roles of tensors with leading dims, which torch.vmap may map without a loop over samples.
-BATCHED = frozenset((Role.ROWS, Role.STATISTICS, Role.SCORES, Role.KEYS))
+BATCHED = frozenset((Role.ROWS, Role.STATISTICS, Role.SCORES, Role.TILES, Role.KEYS))
 
 
 class DerivativeRule(NamedTuple):
@@ -123,7 +124,8 @@ _FP32, _INT32, _INT64 = torch.float32, torch.int32, torch.int64
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NO_LOG = "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"
 _NO_SLOPES = (
-    "ALiBi slopes have no gradient in the Triton kernels, and no tangent; detach them, or write learnt ones as a bias"
+    "ALiBi slopes have no derivative in the Triton kernels but the gradient of an eager call without sink and pair_gate; "
+    "detach them, or write learnt ones as a bias"
 )
 
 OFFSETS = Argument(Role.INDEX, PLACES, (_INT32,))
@@ -131,12 +133,16 @@ SCALE = Argument(Role.SCALE, FIXED, (_FP32,))
 
 # The tensors of calls with derivatives, and of the ops beneath them.
 Rows = Annotated[Tensor, Argument(Role.ROWS, EVERY)]
+OptionalRows = Annotated[Tensor | None, Argument(Role.ROWS, EVERY)]
 Statistics = Annotated[Tensor, Argument(Role.STATISTICS, EVERY, (_FP32,))]
 Bias = Annotated[Tensor | None, Argument(Role.SCORES, EVERY, (None, _FP32), widened=True)]
 KeyWeight = Annotated[Tensor | None, Argument(Role.KEYS, EVERY._replace(lacking={"sdpa": _NO_LOG}), (None, _FP32))]
 Mask = Annotated[Tensor | None, Argument(Role.SCORES, PLACES, (torch.bool,))]
+MaskTiles = Annotated[Tensor | None, Argument(Role.TILES, PLACES, (_INT32,))]
 Slopes = Annotated[Tensor | None, Argument(Role.HEADS, EVERY._replace(lacking={"triton": _NO_SLOPES}), (_FP32,))]
 Sink = Annotated[Tensor | None, Argument(Role.LOGITS, EVERY, (None, _FP32))]
+PairGate = Annotated[Tensor | None, Argument(Role.SCORES, EVERY, (None, _FP32))]
+Gate = Annotated[Tensor, Argument(Role.SCORES, EVERY, (None, _FP32))]
 Seed = Annotated[Tensor | None, Argument(Role.INDEX, PLACES, (_INT64,))]
 Offsets = Annotated[Tensor, OFFSETS]
 OptionalOffsets = Annotated[Tensor | None, OFFSETS]
@@ -162,6 +168,7 @@ class Dense(NamedTuple):
     mask: Mask = None
     alibi_slopes: Slopes = None
     sink: Sink = None
+    pair_gate: PairGate = None
 
 
 class Packed(NamedTuple):

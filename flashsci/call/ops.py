@@ -9,7 +9,7 @@ schemas are flat, and only :data:`PASSES` converts one to the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ class Tensors(NamedTuple):
     bias_offsets: kinds.PairOffsets = None
     dropout_seed: kinds.Seed = None
     alibi_slopes: kinds.Slopes = None  # fp32 [*, Hq], packed [N or 1, Hq]
+    mask_tiles: kinds.MaskTiles = None  # of the mask (mask_tiles.py); only triton's kernels read it
 
     @property
     def leaves(self) -> tuple[Tensor | None, ...]:
@@ -99,6 +100,9 @@ class Tensors(NamedTuple):
         Tensors from saved-tensor hooks may have any strides.
         """
         rows = self.inner_contiguous(None)
+        tiles = rows.mask_tiles
+        if tiles is not None and tiles.stride(-1) != 1:
+            rows = rows._replace(mask_tiles=tiles.contiguous())
         indices = [rows[i] for i in _INDICES]
         if all(x is None or x.is_contiguous() for x in indices):
             return rows
@@ -116,7 +120,7 @@ _INDICES = tuple(Tensors._fields.index(name) for name in kinds.named(Tensors, Ro
 _FEWER_DIMS = tuple(
     (i, int(field.role is Role.KEYS))
     for i, field in enumerate(kinds.fields(Tensors).values())
-    if field.role in (Role.SCORES, Role.KEYS)
+    if field.role in (Role.SCORES, Role.TILES, Role.KEYS)
 )
 
 
@@ -143,12 +147,16 @@ def interleaved(x: Tensor, times: int, dim: int) -> Tensor:
 def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, alibi_slopes: Any) -> Given:
     """Packed tensors as users give them, [T, H, D], in the order of :class:`Tensors` as kernels take them."""
     rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-    return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes
+    return *rows, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes, None
+
+
+#: In the place of the longest queries: unknown, and no bit of a sequence's results may depend on the others of the call.
+BATCH_INVARIANT = -2
 
 
 class Scalars(NamedTuple):
     """The options of one call, as kernels take them: 0 is off (softcap, dropout), -1 is none (windows) or unknown
-    (longest lengths)."""
+    (longest lengths; :data:`BATCH_INVARIANT` is another unknown)."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -160,6 +168,15 @@ class Scalars(NamedTuple):
     dropout_p: float
     precision: str
     deterministic: bool
+    caps_bias: bool = False  # the softcap bounds bias and ALiBi, too
+
+    def batch_invariant(self) -> bool:
+        """Whether no bit of a sequence's results may depend on the others of the call."""
+        return self.max_seqlen_q == BATCH_INVARIANT
+
+    def windowed(self) -> bool:
+        """Whether a window hides scores."""
+        return self.window_left >= 0 or self.window_right >= 0
 
 
 class Saved(NamedTuple):
@@ -197,6 +214,10 @@ _GRADIENTS = ", ".join(f"Tensor {{0}}{name}" for name in Tangents._fields)
 FORWARD_SCHEMA = f"({_TENSOR_ARGS}, {_SCALAR_ARGS}) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = f"(Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> ({_GRADIENTS.format('d')})"
 JVP_SCHEMA = f"({_TANGENT_ARGS}, {_SAVED_ARGS}) -> (Tensor tout, Tensor tlse)"
+# Tangents along a first and a second direction, and of the former along the latter.
+_DIRECTIONS = ("t", "u", "tu")
+_SECOND_TANGENT_ARGS = ", ".join(arguments(Tangents, prefix=p) for p in _DIRECTIONS)
+SECOND_JVP_SCHEMA = f"({_SECOND_TANGENT_ARGS}, Tensor tlse, Tensor ulse, {_SAVED_ARGS}) -> (Tensor tuout, Tensor tulse)"
 DOUBLE_BACKWARD_SCHEMA = (
     f"({_TANGENT_ARGS}, Tensor? dout, Tensor? dlse, {_SAVED_ARGS}, int need) -> "
     f"({_GRADIENTS.format('g')}, Tensor gdout, Tensor gdlse)"
@@ -265,7 +286,30 @@ def fake_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(q.shape[:-1], dtype=statistics_dtype(q.dtype))
 
 
-def fake_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:
+def pitches_bias_gradient(bias: Tensor, q: Tensor, k: Tensor, windowed: bool) -> bool:
+    """Whether a backward returns the gradient of a bias at a pitch of 16 bytes: as the bias, of 16 bits, has it, with a
+    number for every score and no window. Tiles are written there as they are read."""
+    keys = bias.shape[-1]
+    return (
+        not windowed
+        and bias.element_size() == 2
+        and bias.dim() > 1
+        and bias.stride(-1) == 1
+        and bias.stride(-2) > keys
+        and bias.stride(-2) % 8 == 0
+        and keys % 8 != 0
+        and keys == k.shape[-2]
+        and bias.shape[:-1] == q.shape[:-1]
+        and 0 not in bias.shape
+    )
+
+
+def empty_bias_gradient(bias: Tensor, pitched: bool) -> Tensor:
+    """An empty gradient of a bias: row-major, and ``pitched`` or not."""
+    return empty_with_inner_keys(bias) if pitched else bias.new_empty(bias.shape)
+
+
+def fake_backward(tensors: Tensors, need: int, windowed: bool = True) -> tuple[Tensor, ...]:
     """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
     empty."""
     gradients = []
@@ -274,6 +318,10 @@ def fake_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:
             gradients.append((tensors.q if x is None else x).new_empty((0,)))
         elif i in _ROWS:
             gradients.append(empty_like_layout(x, x.shape))
+        elif x is tensors.bias:
+            hidden = windowed or tensors.cu_seqlens_q is not None
+            pitched = pitches_bias_gradient(x, tensors.q, tensors.k, hidden)
+            gradients.append(empty_bias_gradient(x, pitched))
         else:
             gradients.append(x.new_empty(x.shape))
     return tuple(gradients)
@@ -294,7 +342,7 @@ _T, _L = len(Tensors._fields), len(Tangents._fields)
 
 
 class Pass(NamedTuple):
-    """One of the four computations of a backend: the schema of its raw op, and the conversion of its arguments in
+    """One of the computations of a backend: the schema of its raw op, and the conversion of its arguments in
     both directions."""
 
     schema: str
@@ -312,7 +360,7 @@ PASSES = {
     ),
     "backward": Pass(
         BACKWARD_SCHEMA,
-        lambda dout, dlse, saved, need: fake_backward(saved.tensors, need),
+        lambda dout, dlse, saved, need: fake_backward(saved.tensors, need, saved.scalars.windowed()),
         lambda dout, dlse, saved, need: (
             dout, dlse, *saved.flat(), need,
         ),
@@ -325,6 +373,16 @@ PASSES = {
             *tangents, *saved.flat(),
         ),
         lambda *flat: (Tangents(*flat[:_L]), Saved.of(flat[_L:])),
+    ),
+    "second_jvp": Pass(
+        SECOND_JVP_SCHEMA,
+        lambda first, second, mixed, first_lse, second_lse, saved: fake_forward(saved.tensors),
+        lambda first, second, mixed, first_lse, second_lse, saved: (
+            *first, *second, *mixed, first_lse, second_lse, *saved.flat(),
+        ),
+        lambda *flat: (
+            *(Tangents(*flat[n * _L : (n + 1) * _L]) for n in range(3)), *flat[3 * _L : 3 * _L + 2], Saved.of(flat[3 * _L + 2 :]),
+        ),
     ),
     "double_backward": Pass(
         DOUBLE_BACKWARD_SCHEMA,
@@ -414,30 +472,34 @@ def _roles() -> dict[str, Role | None]:
     results = {name: field.role for name, field in kinds.fields(Saved).items() if field.argument is not None}
     return {
         **tensors,
-        **{f"t{name}": tensors[name] for name in Tangents._fields},
+        **{f"{prefix}{name}": tensors[name] for prefix in _DIRECTIONS for name in Tangents._fields},
+        **{f"{prefix}lse": results["lse"] for prefix in _DIRECTIONS[:2]},
         **results,
         **{f"d{name}": role for name, role in results.items()},
     }
 
 
-_ROLES = _roles()
+#: The roles of the arguments of these ops.
+ROLES = _roles()
 
 
-def register_vmap(op: Any) -> None:
+def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES) -> None:
     """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
+
+    ``roles``: those of its arguments by name.
 
     Samples run one after the other where one batch would give something else: where q has no leading dim left (two
     nested vmaps of ``[B, H, S, D]``), in packed calls, whose tensors have no leading dims, under dropout, whose
     entries depend on the index in the batch, and where another argument (offsets, a seed) is mapped.
     """
     names = [argument.name for argument in op._schema.arguments]
-    tensors = tuple(p for p, name in enumerate(names) if _ROLES.get(name) in kinds.BATCHED)
+    tensors = tuple(p for p, name in enumerate(names) if roles.get(name) in kinds.BATCHED)
     packed = names.index("cu_seqlens_q")
     dropout = names.index("dropout_p") if "dropout_p" in names else None
 
     def laid_out(x: Tensor, position: int) -> Tensor:
         """``x`` as the op takes it: vmap may leave any dim innermost, or expand."""
-        role = _ROLES[names[position]]
+        role = roles[names[position]]
         if role is Role.STATISTICS:
             return x.contiguous()
         return op_checks.rows(x) if role is Role.ROWS else x

@@ -40,7 +40,8 @@ class PagedTensors(NamedTuple):
 
 
 class PagedScalars(NamedTuple):
-    """The options of one call: 0 is off (softcap), -1 is none (windows) or unknown (the longest length)."""
+    """The options of one call: 0 is off (softcap), -1 is none (windows) or unknown (the longest length, which may also be
+    :data:`flashsci.call.ops.BATCH_INVARIANT`)."""
 
     max_seqlen_q: int
     scale: float

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashsci.call import bias_copy, repeats
+from flashsci.call import bias_copy, mask_tiles, repeats, row_pitch
+from flashsci.call.kinds import Dense
 from flashsci.call.ops import Given, Saved, Scalars, Tensors, raised, unobserved, with_inner_keys
-from flashsci.call.torch_state import casts_to, rounds_products, transforming
+from flashsci.call.torch_state import casts_to, is_traced, rounds_products, transforming
 from flashsci.call.transforms import wanted
 from flashsci.choice import backends, differentiate
 from flashsci.choice.gradients import Choice
@@ -30,9 +31,9 @@ def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Flags of the tensors for which a call needs derivatives: never empty, so that it counts as true."""
+    """Flags of the tensors for which a call needs derivatives, and of transforms: never empty, so that it counts as true."""
     if transforming():
-        return tuple(map(wanted, tensors))
+        return (*map(wanted, tensors), True)
     return tuple([x is not None and x.requires_grad for x in tensors])
 
 
@@ -62,6 +63,8 @@ class Plan:
         "_copied",
         "_forward",
         "_leaves_bias",
+        "_ragged",
+        "_tabled",
         "as_given",
         "choice",
         "leading",
@@ -85,9 +88,20 @@ class Plan:
         self.rank = rank
         self.as_given = False  # whether kernels are known to take these tensors without a copy
         self._leaves_bias: bool | None = None  # whether kernels take it as it is
+        self._ragged: tuple[bool, bool] | None = None  # whether bias and mask are copied for their rows
+        self._tabled: bool | None = None  # whether a table of the mask's tiles is made
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
         self._forward: Run | None = None
         self._backwards: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def reads_tables(self) -> bool:
+        """Whether its kernels read the table of a mask."""
+        return mask_tiles.reads(self.module)
+
+    def computes_by(self, table: Tensor, given: Dense, held: bool) -> bool:
+        """:func:`mask_tiles.serves` for its choice."""
+        return mask_tiles.serves(table, given, self.module, self.choice.has_own_gradients, held)
 
     @property
     def settled(self) -> bool:
@@ -106,12 +120,33 @@ class Plan:
             # A copy that the gradients need as well is made here, for both.
             strided = rows.has_strided_bias() and hasattr(self.module, "takes_bias")
             self._leaves_bias = strided and self.module.takes_bias(rows, self.scalars, needs_grad)
-            if rows.has_strided_bias():
+            if rows.has_strided_bias() or row_pitch.ragged_bias(rows):
                 self._copied = bias_copy.choose(rows)
         copied = self._copied if direct else with_inner_keys
         given = rows if self._leaves_bias else rows.inner_contiguous(copied)
-        self.as_given = given is tensors
+        if self._tabled is None:
+            self._tabled = self.makes_table(given)
+        if self._tabled:  # tiles that hide nothing are not read, so that a copy of the mask does not pay
+            given = mask_tiles.with_table(given)
+        ragged = self._ragged
+        if ragged is None:
+            ragged = row_pitch.ragged(given)
+            self._ragged = None if is_traced() else ragged
+        if ragged[0] or ragged[1]:
+            of_mask = bias_copy.choose_for(given.mask) if direct else with_inner_keys
+            given = row_pitch.whole_rows(given, copied, of_mask, ragged)
+        self.as_given = given is tensors and self._ragged is not None
         return given
+
+    def makes_table(self, tensors: Tensors) -> bool:
+        """Whether a table of the mask's tiles is made for a call that has none."""
+        if self.scalars.batch_invariant():  # whether a table pays depends on the batch
+            return False
+        return self.reads_tables and tensors.mask_tiles is None and mask_tiles.pays(tensors)
+
+    def tabled(self, tensors: Tensors) -> Tensors:
+        """The tensors, with a table of the mask's tiles where one is made."""
+        return mask_tiles.with_table(tensors) if self.makes_table(tensors) else tensors
 
     def to_save(self, tensors: Tensors, needs_grad: bool, direct: bool) -> Tensors:
         """The tensors to compute from and to save for gradients: those of the call where kernels take them.

@@ -86,12 +86,16 @@ class Problem:
     key_weight_grad: bool = False
     alibi: bool = False
     alibi_grad: bool = False
+    alibi_further: bool = False  # by more than the gradient of an eager call: see `arguments.Options.features`
     sink: bool = False
     mask: bool = False
+    mask_by_query: bool = False  # see `differs_by_query` (row_pitch.py)
+    mask_tiles: bool = False  # of a mask with a table of its tiles, or of one for which a table pays
     window_left: int = -1
     window_right: int = -1
     lower_right: bool = False
     softcap: float = 0.0
+    caps_bias: bool = False  # the softcap bounds a bias or ALiBi, too
     dropout_p: float = 0.0
     return_lse: bool = False
     requires_grad: bool = False
@@ -99,6 +103,7 @@ class Problem:
     deterministic: bool = False
     paged: bool = False  # keys and values are in a paged cache; no gradients
     cache_dtype: torch.dtype | None = None  # of that cache
+    batch_invariant: bool = False  # no bit of a sequence's results may depend on the others of the call
     given: tuple[str, ...] = ()  # the names of the call's tensors; none where only sizes are described
 
     @property
@@ -157,6 +162,12 @@ def facts(q: Tensor, v: Tensor, heads_q: int, heads_k: int, features: dict[str, 
     device = q.device
     sizes = index(heads_q), index(heads_k), index(q.shape[-1]), index(v.shape[-1])
     return (device.type, device.index, q.dtype, *sizes, tuple(features.items()))
+
+
+def with_feature(facts: tuple[Any, ...], name: str, value: object) -> tuple[Any, ...]:
+    """:func:`facts` with another value of one feature."""
+    *others, features = facts
+    return (*others, tuple((n, value if n == name else x) for n, x in features))
 
 
 def problem_of(

@@ -19,6 +19,7 @@ from torch.nn.functional import softplus
 from flashsci.call import recompute
 from flashsci.call.ops import Given, Tangents, Tensors, bypasses_dispatcher, follow_layout
 from flashsci.call.plans import Call, Plan, Run, remember
+from flashsci.call.row_pitch import whole_rows
 from flashsci.call.torch_state import transforming
 from flashsci.choice.gradients import written
 
@@ -39,7 +40,8 @@ def attend(
     if torch.compiler.is_compiling() or transforming():
         from flashsci.call.autograd import Forward  # imports the compiler
 
-        out, lse = Forward.apply(written(plan.choice), *plan.raised(tensors).inner_contiguous(), *scalars)
+        given = whole_rows(plan.tabled(plan.raised(tensors).inner_contiguous()))
+        out, lse = Forward.apply(written(plan.choice), *given, *scalars)
         return with_sink(out, lse, sink)
     direct = bypasses_dispatcher((*tensors, sink))
     tensors = plan.to_save(tensors, needs_grad, direct)
@@ -47,7 +49,7 @@ def attend(
         found = SinkForward.apply(plan, direct, sink, *tensors)
     else:
         run = plan.prepared(tensors) if direct else _general(plan)
-        found = _in_place(*run(tensors), sink)
+        found = in_place(*run(tensors), sink)
     if direct and call is not None and plan.as_given and plan.leading is None and not scalars.dropout_p:
         remember(call, _again(plan, tensors, needs_grad))
     return found
@@ -67,7 +69,7 @@ def _again(plan: Plan, tensors: Tensors, needs_grad: bool) -> Run:
 
     def run(given: Given) -> tuple[Tensor, Tensor]:
         out, lse = prepared(given[:-1])
-        return _in_place(out, lse, given[-1])
+        return in_place(out, lse, given[-1])
 
     return run
 
@@ -80,10 +82,11 @@ def _general(plan: Plan) -> Run:
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """out' [*, Hq, Sq, Dv] and lse' [*, Hq, Sq]; all derivatives are those of the formula."""
     share, whole = _share(lse, sink)
-    return (out * share.unsqueeze(-1)).to(out.dtype), whole
+    neither = (lse == -torch.inf) & (_column(sink, lse) == -torch.inf)  # sink nor keys: no derivative
+    return (out * share.unsqueeze(-1)).to(out.dtype), whole.masked_fill(neither, -torch.inf)
 
 
-def _in_place(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+def in_place(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """The same, for an out that nothing else uses: one pass over it, rounded once."""
     share, whole = _share(lse, sink)
     return out.mul_(share.unsqueeze(-1)), whole
@@ -118,7 +121,7 @@ class SinkForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, direct: bool, sink: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
         run = plan.prepared(tensors) if direct else _general(plan)
-        output = _in_place(*run(tensors), sink)
+        output = in_place(*run(tensors), sink)
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         ctx.save_for_backward(sink, *tensors, *output)
@@ -139,7 +142,7 @@ class SinkForward(torch.autograd.Function):
         found = eager_backward(plan, dout, dlse, saved, need) if need else ()
         gradients = [x if wanted[1 + i] else None for i, x in enumerate(found)]
         gradients += [None] * (len(tensors) - len(gradients))
-        dsink = _sink_gradient(dout, dlse, out, lse, sink) if wanted[0] else None
+        dsink = sink_gradient(dout, dlse, out, lse, sink) if wanted[0] else None
         return None, None, dsink, *gradients
 
 
@@ -161,7 +164,7 @@ def _recorded(
     return recompute.gradients(compute, given, wanted, (dout, dlse))
 
 
-def _sink_gradient(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+def sink_gradient(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """-sum_rows e^(s - lse') (<dout, out'> - dlse'), in lse's dtype; zero in rows without sink and keys."""
     column = _column(sink, lse)
     p = torch.where(lse == -torch.inf, 0, torch.exp(column - lse))

@@ -121,3 +121,15 @@ def check(name: str, **given: Tensor | None) -> None:
     found = {n: asked(x) for n, x in present.items()}
     for mode in Asked:
         derivatives.refuse(name, mode, [n for n, x in found.items() if mode in x])
+
+
+def within_second_order() -> bool:
+    """Whether the transforms around a call ask for at most two derivatives, at most one of them in forward mode.
+
+    A compiler hides them: False if it traces any.
+    """
+    if torch.compiler.is_compiling():
+        return not transforming()
+    kinds = [layer.key() for layer in _functorch.get_interpreter_stack() or ()]
+    forward = max(kinds.count(_functorch.TransformType.Jvp), int(torch.autograd.forward_ad._current_level >= 0))
+    return forward < 2 and forward + kinds.count(_functorch.TransformType.Grad) <= 2

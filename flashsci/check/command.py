@@ -19,13 +19,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from flashsci.check.judging import judge_case, judge_fp8_case, judge_paged_case
+from flashsci.check.judging import judge_case, judge_fp8_case, judge_map_case, judge_paged_case
 from flashsci.check.suite import run
 from flashsci.check.units import kernels_here
 from flashsci.testing import (
     Case,
     FP8Case,
     FP8Variant,
+    MapCase,
     PagedCase,
     PagedVariant,
     ResidualCase,
@@ -35,10 +36,12 @@ from flashsci.testing import (
 
 def reproduce(text: str, backends: Sequence[str], device: str, say: Any = print) -> int:
     """Judge one case, given as the report prints it."""
-    kinds = Case, Variant, PagedCase, PagedVariant, FP8Case, FP8Variant, ResidualCase
+    kinds = Case, Variant, PagedCase, PagedVariant, FP8Case, FP8Variant, ResidualCase, MapCase
     names = {x.__name__: x for x in kinds}
     case = eval(text, names)
-    judge: Any = {PagedCase: judge_paged_case, FP8Case: judge_fp8_case}.get(type(case), judge_case)
+    judge: Any = {PagedCase: judge_paged_case, FP8Case: judge_fp8_case, MapCase: judge_map_case}.get(
+        type(case), judge_case
+    )
     tallies = judge(case, backends, device)
     for name, tally in tallies.items():
         what = [f["problem"] for f in tally.failures] or list(tally.refused) or ["right"]
@@ -80,6 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="only N generated calls of residual attention, as a part of that name",
     )
+    parser.add_argument(
+        "--maps",
+        type=int,
+        metavar="N",
+        help="only N generated calls of the reductions of attention maps, as a part of that name",
+    )
     parser.add_argument("--out", default="reports/gpu-check.json", help="where the report goes")
     parser.add_argument(
         "--seed",
@@ -101,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("paged", options.paged),
         ("fp8", options.fp8),
         ("residual", options.residual),
+        ("maps", options.maps),
     ):
         if count is not None:
             options.unit, options.cases, options.cases_only = name, count, True

@@ -19,6 +19,9 @@ from flashsci.testing import (
     FP8Case,
     Inputs,
     Judge,
+    MapCase,
+    MapInputs,
+    MapJudge,
     PagedCase,
     Skipped,
     evaluate,
@@ -131,6 +134,33 @@ def judge_fp8_case(case: FP8Case, backends: Sequence[str], device: str) -> dict[
     """Judge one case of 8-bit floats on several backends."""
     inputs = make_fp8_inputs(case, device)
     return _judge_apart(case, backends, inputs, inputs.judge)
+
+
+def judge_map_case(case: MapCase, backends: Sequence[str], device: str) -> dict[str, Tally]:
+    """Judge the reductions of one attention map on several backends."""
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    inputs = MapInputs(case, device)
+    judge = None
+    for name in backends:
+        tally = tallies[name]
+        try:
+            with poisoned_memory(cuda_bytes=0):
+                results = _finished(inputs.evaluate(name))
+        except BackendError as error:
+            tally.refuse(_reason(error))
+            continue
+        except Exception:
+            tally.fail(case, traceback.format_exc())
+            continue
+        judge = judge or MapJudge(inputs)
+        tally.cases += 1
+        for found in judge.findings(results):
+            x = results[found.tensor]
+            caught = judge.catches(found.tensor, x, SCALED) if found.allowed else None
+            tally.see(found.tensor, found.ratios, caught)
+            if found.problem:
+                tally.fail(case, found.problem)
+    return dict(tallies)
 
 
 def _judge_apart(

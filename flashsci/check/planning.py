@@ -12,13 +12,16 @@ from flashsci.check import units
 from flashsci.testing import (
     Case,
     FP8Case,
+    MapCase,
     PagedCase,
     ResidualCase,
     Variant,
     generate,
     generate_fp8,
+    generate_maps,
     generate_paged,
     generate_residual,
+    map_variants,
     residual_variants,
     second_order_variants,
     variants,
@@ -33,12 +36,12 @@ from flashsci.testing.cases import (
 )
 from flashsci.testing.choices import SeededChoices
 from flashsci.testing.coverage import VIEWS
-from flashsci.testing.drawing import draw_case, draw_residual
+from flashsci.testing.drawing import draw_case, draw_map, draw_residual
 from flashsci.testing.drawing_values import layouts_of
 from flashsci.testing.reshaping import resized, with_inner_heads, with_members, with_neighbours
 
 PlannedCases = tuple[
-    list[Case] | list[PagedCase] | list[FP8Case] | list[ResidualCase], tuple[str, ...]
+    list[Case] | list[PagedCase] | list[FP8Case] | list[ResidualCase] | list[MapCase], tuple[str, ...]
 ]  # cases, and the backends that are judged by them
 # Head dims whose rows are 32, 64 and 128 bytes.
 WHOLE = {"float16": (16, 32, 64), "bfloat16": (16, 32, 64), "float32": (16, 32)}
@@ -61,13 +64,15 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
     pairs = bool(unit and unit.startswith("cuda/sm90/pair"))
     small = bool(unit and unit.startswith("cuda/sm80/small"))
     hopper = bool(unit and unit.startswith("cuda/sm90")) and not pairs
+    slopes = bool(unit and unit.startswith("cuda/sm80")) and not small
     if unit and unit.startswith("cuda"):
         only = DTYPE_OF.get(unit.rsplit("_")[-1])
         # Without features that these kernels refuse: a case that no backend serves shows nothing.
         served = [
-            v
+            replace(v, caps_bias=False, gate=None)
             for v in variants(1024 if many else 512) + variants(features=False)
-            if not (v.dropout or v.key_weight or v.alibi or (v.varlen and v.bias))
+            if not (v.dropout or v.key_weight or (v.varlen and v.bias))
+            and not (v.alibi and (v.bias or not slopes))
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
         ]
@@ -159,6 +164,7 @@ def paired(variant: Variant) -> Variant:
         bias_float=narrow,
         window=False,
         softcap=False,
+        caps_bias=False,
         sink=None,
     )
 
@@ -170,7 +176,7 @@ def shortened(variant: Variant, whole: bool, weighted: bool) -> Variant:
     if whole:
         known = WHOLE[variant.dtype]
         dims = [next((d for d in known if max(dims) <= d), known[-1])] * 2
-    variant = replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, sink=None)
+    variant = replace(variant, head_dim=dims[0], head_dim_v=dims[1], softcap=False, caps_bias=False, sink=None)
     if weighted and variant.dtype == "float32":
         learnt = variant.bias is None or variant.bias_grad
         variant = replace(
@@ -263,11 +269,25 @@ def residual_plan(count: int, seed: int, device: str, backends: Sequence[str]) -
     return [resized(choices, families[i % len(families)], 1 << 19) for i in range(count)], names
 
 
+def maps_plan(count: int, seed: int, device: str, backends: Sequence[str]) -> PlannedCases:
+    """Cases of the reductions of attention maps, in the same way."""
+    names = tuple(b for b in backends if b == "triton")
+    if device != "cuda":
+        pool = map_variants(max_dim=32)
+        return list(generate_maps(seed, count, pool=pool, lengths=SMALL_LENGTHS, score_limit=1 << 9)), names
+    choices = SeededChoices(seed)
+    pool = map_variants()
+    chosen = [pool[i % len(pool)] for i in range(max(1, min(len(pool), count // 3)))]
+    families = [draw_map(choices, [v], BULK_LENGTHS) for v in chosen]
+    return [resized(choices, families[i % len(families)], 1 << 19) for i in range(count)], names
+
+
 # Calls with cases of their own, by the group of their units: (class, plan).
 APART = {
     "paged": (PagedCase, paged_plan),
     "fp8": (FP8Case, fp8_plan),
     "residual": (ResidualCase, residual_plan),
+    "maps": (MapCase, maps_plan),
 }
 
 

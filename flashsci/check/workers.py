@@ -17,7 +17,7 @@ import torch
 
 from flashsci.check import judging, machine_code
 from flashsci.check.tally import Tally
-from flashsci.testing import Case, FP8Case, PagedCase
+from flashsci.testing import Case, FP8Case, MapCase, PagedCase
 from flashsci.testing.coverage import Coverage
 
 _seen: set[str] = set()  # hashes of the Triton kernels whose machine code was examined
@@ -55,6 +55,8 @@ def work(task: tuple[Any, ...]) -> tuple[str, Any]:
                 found = judging.judge_paged_case(case, backends, device)
             elif isinstance(case, FP8Case):
                 found = judging.judge_fp8_case(case, backends, device)
+            elif isinstance(case, MapCase):
+                found = judging.judge_map_case(case, backends, device)
             else:
                 found = judging.judge_case(case, backends, device, order, coverage)
         except Exception:

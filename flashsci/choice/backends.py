@@ -13,6 +13,7 @@ from typing import Any
 
 from flashsci.call.kinds import ATTENTION as ATTENTION
 from flashsci.call.kinds import FP8 as FP8
+from flashsci.call.kinds import LAPLACIAN as LAPLACIAN
 from flashsci.call.kinds import PAGED as PAGED
 from flashsci.call.kinds import RESIDUAL as RESIDUAL
 from flashsci.call.problem import Problem
@@ -90,6 +91,7 @@ BACKENDS = {
                 PAGED: "flashsci.backends.triton.plans.paged:OPS",
                 FP8: "flashsci.backends.triton.plans.fp8:OP",
                 RESIDUAL: "flashsci.backends.triton.plans.residual:OPS",
+                LAPLACIAN: "flashsci.backends.triton.plans.laplacian:OP",
             },
         ),
         # Hand-written production kernels.
@@ -136,7 +138,7 @@ def find(name: str) -> Backend:
 
 #: The kernels of the backends chosen so far, by kind of call and name, for callers that a compiler traces: it follows
 #: no import.
-LOADED: dict[str, Loaded[Any]] = {kind: Loaded() for kind in (ATTENTION, PAGED, FP8, RESIDUAL)}
+LOADED: dict[str, Loaded[Any]] = {kind: Loaded() for kind in (ATTENTION, PAGED, FP8, RESIDUAL, LAPLACIAN)}
 
 
 def kernels(name: str, kind: str = ATTENTION) -> Any:

@@ -7,14 +7,47 @@ from collections.abc import Sequence
 
 from flashsci.call.problem import Problem
 from flashsci.call.torch_state import rounds_products
-from flashsci.choice import preferences
+from flashsci.choice import predictions, preferences
 from flashsci.choice.backends import BACKENDS, find
-from flashsci.choice.gradients import gradients, named
+from flashsci.choice.gradients import by_rules, gradients, named
+
+#: The rule of calls whose results may not depend on the batch: nor may their backend.
+INVARIANT = preferences.Rule(
+    {"batch_invariant": True}, ("triton", "reference"), "no other backend promises it", "candidates"
+)
 
 
 def rule_of(problem: Problem) -> preferences.Rule:
     """The rule by which ``auto`` orders the backends."""
-    return preferences.find("calls", problem)
+    if problem.batch_invariant:
+        return INVARIANT
+    tiled = preferences.tiled(problem)
+    if tiled is not None:
+        return tiled
+    rule = preferences.find("calls", problem)
+    return by_times(rule, problem) if predictions.enabled() else rule
+
+
+def by_times(rule: preferences.Rule, problem: Problem) -> preferences.Rule:
+    """The rule, or an order by predicted times where these decide. Winners of `flashsci.tune` stay."""
+    if rule.table == preferences.TUNED:
+        return rule
+    left_out = preferences.untimed(problem)
+    served: list[predictions.Pair] = []
+    for name in preferences.KNOWN:
+        if (
+            name == "reference"
+            or name in left_out
+            or not may_choose(name, problem)
+            or rejects(name, problem) is not None
+        ):
+            continue
+        # Strides are those of contiguous tensors, which the Hopper backward takes.
+        found = gradients(by_rules(name), problem, strides=True) if problem.requires_grad else None
+        served.append((name, found.backend if found else None))
+    able = [name for name, _ in served]
+    usual = next((name for name in rule.order if name in able), None)
+    return predictions.reordered(rule, usual, predictions.of_backends(problem, served))
 
 
 def rejects(name: str, problem: Problem, anywhere: bool = False) -> str | None:

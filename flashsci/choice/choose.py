@@ -12,12 +12,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from flashsci.call import laplacian_ops, map_ops, residual_ops
 from flashsci.call.problem import Problem, problem_of
-from flashsci.call.residual_ops import MAX_HEAD_DIM
 from flashsci.choice import backends
 from flashsci.choice.backends import (
     ATTENTION,
     FORWARD_OF_CUDA,
+    LAPLACIAN,
     PAGED,
     RECORDED,
     RESIDUAL,
@@ -67,7 +70,7 @@ def choose(problem: Problem, name: str, strict: bool = False) -> Choice:
         _choices.clear()
     found = named(chosen)
     if name == "auto":
-        served = by_rules(chosen) if problem.requires_grad else found
+        served = by_rules(chosen) if problem.requires_grad and not problem.batch_invariant else found
         found = served._replace(reason=rule_of(problem).cited())
     _choices[key] = found
     return found
@@ -81,14 +84,20 @@ def forget() -> None:
 #: In the place of a backend: no kernels of this kind; the call is computed from parts.
 PARTS = ""
 HAVE_RESIDUAL = ("auto", "triton")  # the requests that kernels of residual attention may serve
+HAVE_LAPLACIAN = ("auto", "triton", "reference")  # the requests that a forward Laplacian takes
 
 
 def rejects_residual(problem: Problem) -> str | None:
     """Why no kernels compute out and scores of a call at once, or None."""
-    reason = rejects("triton", problem) or find("triton").ignores(problem, RESIDUAL)
-    if reason is None and max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+    return _narrow(problem, RESIDUAL, "residual attention", residual_ops.MAX_HEAD_DIM)
+
+
+def _narrow(problem: Problem, kind: str, name: str, most: int) -> str | None:
+    """Why Triton's kernels of a kind, with head dims up to ``most``, do not serve a call, or None."""
+    reason = rejects("triton", problem) or find("triton").ignores(problem, kind)
+    if reason is None and max(problem.head_dim, problem.head_dim_v) > most:
         dims = f"{problem.head_dim} and {problem.head_dim_v}"
-        reason = f"its kernels of residual attention have head dims up to {MAX_HEAD_DIM}, got {dims}"
+        reason = f"its kernels of {name} have head dims up to {most}, got {dims}"
     return reason
 
 
@@ -101,6 +110,23 @@ def _residual(problem: Problem, name: str, strict: bool) -> Choice:
         return named("triton")
     if name == "triton":
         raise BackendError(f"backend 'triton' cannot serve this call: {reason}; backend='auto' computes it from parts")
+    return Choice(PARTS, PARTS, reason)
+
+
+def _laplacian(problem: Problem, name: str) -> Choice:
+    """The choice for a forward Laplacian: Triton's kernels, or PARTS for plain PyTorch."""
+    if backends.check_name(name) not in HAVE_LAPLACIAN:
+        raise BackendError(
+            f"backend {name!r} has no forward Laplacian; use backend='auto', 'triton' or 'reference', also by "
+            "flashsci.use_backend around the call"
+        )
+    if name == "reference" or (name == "auto" and problem.device_type != "cuda"):
+        return Choice(PARTS, PARTS)
+    reason = _narrow(problem, LAPLACIAN, "the forward Laplacian", laplacian_ops.MAX_HEAD_DIM)
+    if reason is None:
+        return named("triton")
+    if name == "triton":
+        raise BackendError(f"backend 'triton' cannot serve this call: {reason}; backend='auto' takes plain PyTorch")
     return Choice(PARTS, PARTS, reason)
 
 
@@ -142,8 +168,8 @@ def decide(kind: str, call: tuple[Any, ...], backend: str) -> Choice:
         backend: as the user gave it.
     """
     problem, (asked, strict) = problem_of(*call), requested(backend)
-    if kind == RESIDUAL:
-        choice = _residual(problem, asked, strict)
+    if kind in (RESIDUAL, LAPLACIAN):
+        choice = _residual(problem, asked, strict) if kind == RESIDUAL else _laplacian(problem, asked)
         if choice.forward == PARTS:
             return choice
     else:
@@ -174,6 +200,23 @@ def decide_write(call: tuple[Any, ...], backend: str) -> Choice:
     return (
         choice if backends.kernels(choice.forward, PAGED).write_kv_cache is not None else decide(PAGED, call, "triton")
     )
+
+
+@constant
+def decide_map(device_type: str, device_index: int | None, dtype: torch.dtype, head_dim: int) -> Choice:
+    """The choice for the reductions of an attention map: Triton's kernels, which are then loaded, or PARTS."""
+    asked = requested("auto")[0]
+    parts = Choice(PARTS, PARTS)
+    if asked not in ("auto", "triton") or dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return parts
+    if device_type != "cuda" and not (device_type == "cpu" and asked == "triton"):
+        return parts
+    if device_type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device_index) < (8, 0):
+        return parts
+    triton = find("triton")
+    if triton.unavailable() is not None or not (device_type == "cuda" or triton.load().INTERPRETED):
+        return parts
+    return named("triton") if head_dim <= map_ops.MAX_HEAD_DIM else parts
 
 
 @constant

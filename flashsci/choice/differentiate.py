@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Tensors
 from flashsci.call.problem import problem_of, sums_bias
+from flashsci.call.row_pitch import differs_by_query
 from flashsci.call.torch_state import count_flops, tracer_paused
 from flashsci.choice.backends import BACKENDS, FORWARD_OF_CUDA, kernels
 from flashsci.choice.candidates import able, advice
@@ -134,7 +135,9 @@ def _decided(choice: Choice, module: Any, saved: Saved, need: int) -> str:
         index(v.shape[-1]),
         sizes,
         given=given,
-        mask="mask" in given,
+        mask=tensors.mask is not None,
+        mask_by_query=tensors.mask is not None and differs_by_query(tensors.mask),
+        mask_tiles=tensors.mask_tiles is not None,
         key_weight="key_weight" in given,
         alibi="alibi_slopes" in given,
         varlen=cu_seqlens_q is not None,
@@ -142,9 +145,11 @@ def _decided(choice: Choice, module: Any, saved: Saved, need: int) -> str:
         window_right=window[1] if known else -1,
         lower_right=scalars.lower_right,
         softcap=1.0 if scalars.softcap else 0.0,
+        caps_bias=scalars.caps_bias and ("bias" in given or "alibi_slopes" in given),
         dropout_p=0.5 if scalars.dropout_p else 0.0,
         precision=scalars.precision,
         deterministic=scalars.deterministic,
+        batch_invariant=scalars.batch_invariant(),
         requires_grad=True,
         **features,
     )
@@ -163,14 +168,17 @@ def triton_rejects(tensors: Tensors) -> str | None:
         return _triton_rejects(q.device, q.dtype, index(q.shape[-1]), index(v.shape[-1]))
 
 
-def second_order(name: str, tensors: Tensors) -> Any:
+def second_order(name: str, tensors: Tensors, what: str = "double_backward") -> Any:
     """The module with the second-order kernels for calls that a fused backend computed: its own, or Triton's.
+
+    Args:
+        what: the function that is wanted; a backend has ``jvp`` and ``double_backward`` or neither.
 
     Raises:
         BackendError: neither has them.
     """
     module = kernels(name)
-    if hasattr(module, "double_backward"):
+    if hasattr(module, what):
         count_flops()
         return module
     reason = triton_rejects(tensors)

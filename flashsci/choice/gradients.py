@@ -11,7 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 from flashsci.call.problem import Problem
-from flashsci.choice import preferences
+from flashsci.choice import predictions, preferences
 from flashsci.choice.backends import BACKENDS, FORWARD_OF_CUDA, OWN, PAIRS, find, kernels
 
 #: In the place of a backend's name: rules choose whose gradients.
@@ -29,6 +29,11 @@ class Choice(NamedTuple):
     def usual(self) -> str:
         """The backend of the gradients where no rule moves them."""
         return self.forward if self.gradients == BY_RULES else self.gradients
+
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether no request names another backend for the gradients."""
+        return self.gradients in (self.forward, BY_RULES)
 
     @property
     def name(self) -> str:
@@ -91,7 +96,7 @@ def gradients(choice: Choice, problem: Problem, strides: bool = False, anywhere:
     if choice.gradients != BY_RULES:  # no other may answer
         order = (choice.gradients,)
     elif name == "cuda" and lacks is None:
-        rule = preferences.find("gradients", problem, generation, "cuda")
+        rule = _rule(problem, generation, "cuda")
         order, why = rule.order, rule.cited()
     for candidate in order:
         reason = lacks if candidate == name else find(candidate).rejects(problem, anywhere)
@@ -103,6 +108,16 @@ def gradients(choice: Choice, problem: Problem, strides: bool = False, anywhere:
         None,
         f"its gradients would come from the {order[-1]} backend, which cannot serve this call ({reason})",
     )
+
+
+def _rule(problem: Problem, generation: int, forward: str) -> preferences.Rule:
+    """The rule that orders cuda and triton, each of which can compute the gradients."""
+    rule = preferences.find("gradients", problem, generation, forward)
+    if not predictions.enabled() or rule.table == preferences.TUNED:
+        return rule
+    names = [name for name in rule.order if name in ("cuda", "triton")]
+    found = predictions.of_gradients(problem, forward, names) if len(names) > 1 else None
+    return predictions.reordered(rule, names[0] if names else None, found)
 
 
 def remark(name: str, choice: Choice, problem: Problem) -> str | None:
@@ -144,10 +159,12 @@ def sharing(choice: Choice) -> Any:
 
 def _instead_of_triton(module: Any, problem: Problem, strides: bool, anywhere: bool) -> GradientKernels:
     """The gradients' choice for a call that Triton computed because ``auto`` chose it."""
+    if problem.mask_tiles:  # no other kernels skip the tiles that a mask hides
+        return GradientKernels("triton")
     reason = BACKENDS["cuda"].rejects(problem, anywhere)
     generation, lacks = (0, reason) if reason else module.backward_kernels(problem, strides)
     if lacks is None:
-        rule = preferences.find("gradients", problem, generation, "triton")
+        rule = _rule(problem, generation, "triton")
         if rule.order[0] == "cuda":
             return GradientKernels("cuda", rule.cited())
     return GradientKernels("triton")

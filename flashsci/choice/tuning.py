@@ -186,7 +186,7 @@ def described(p: Problem) -> str:
     bias = f"bias {list(p.bias_shape)}" if p.bias_shape else "bias" if p.bias else ""
     flags = {
         "key weights": p.key_weight, "mask": p.mask, "ALiBi": p.alibi, "sink": p.sink, "softcap": p.softcap > 0,
-        "dropout": p.dropout_p > 0, "lse": p.return_lse, "deterministic": p.deterministic, "gradients": p.requires_grad,
+        "of biased scores": p.caps_bias,         "dropout": p.dropout_p > 0, "lse": p.return_lse, "deterministic": p.deterministic, "gradients": p.requires_grad,
     }  # fmt: skip
     dtype = str(p.dtype).removeprefix("torch.")
     parts = (

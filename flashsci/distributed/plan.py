@@ -221,7 +221,7 @@ def _planned(group_name: str, mine: Given, table: list[dict[str, float]]) -> Pla
     options = mine.options
     shift = keys.total - queries.total if options.align == "lower_right" else 0
     band = Band(options.window_left, options.window_right, shift, mine.offsets)
-    scores = Scores(options.scale, options.softcap, options.deterministic, options.precision, mine.backend)
+    scores = Scores(options.scale, options.softcap, options.of_ranks(), options.precision, mine.backend)
     placed = mine.bias is not None or mine.mask is not None
     call = DistributedCall(group_name, queries, keys, band, scores, split, placed)
     return Planned(call.text(), _strategy(call, mine), split)

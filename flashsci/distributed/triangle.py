@@ -91,7 +91,7 @@ def triangle_attention(
     """
     group = agreement.group_of(mesh)
     options = arguments.Options.of(False, None, "upper_left", scale, None, 0.0, return_lse, deterministic, precision)
-    scores = Scores(options.scale, None, options.deterministic, options.precision, backend)
+    scores = Scores(options.scale, None, options.of_ranks(), options.precision, backend)
     if group.size() == 1:
         return flashsci.attention(q, k, v, bias=bias, mask=mask, return_lse=return_lse, **scores.options())
     agreement.check_transforms("distributed.triangle_attention", q=q, k=k, v=v, bias=bias, mask=mask)

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashsci.api.attention import attention
+from flashsci.api.maps import attention_weights
 from flashsci.api.varlen import varlen_attention
+from flashsci.call.torch_state import autocast
 from flashsci.integrations.transformers_paged import paged_attention_forward
 
 # Arguments that other attention functions of transformers read and this one refuses, each with the alternative.
 REFUSED = {
-    "output_attentions": 'no kernel keeps the probabilities; load the model with attn_implementation="eager"',
     "cache": 'paged caches are for attn_implementation="paged|fsci"',
     "block_table": 'paged caches are for attn_implementation="paged|fsci"',
     "block_indices": "attention over chosen blocks is not supported; use the implementation that the model names",
@@ -100,8 +101,9 @@ def attention_forward(
     max_length_q: Any = None,
     max_length_k: Any = None,
     deterministic: bool | None = None,
+    output_attentions: bool | None = None,
     **others: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention function that :func:`register` registers.
 
     Args:
@@ -123,10 +125,12 @@ def attention_forward(
         cu_seq_lens_q, cu_seq_lens_k: offsets ``[N + 1]`` of packed sequences in the rows of the batch.
         max_length_q, max_length_k: the longest of these, as host ints; tensors are not read.
         deterministic: True demands bitwise equal results run to run.
+        output_attentions: True: also return the probabilities, before dropout, computed again from the lse.
         others: arguments that models pass on and no attention function reads. Those of :data:`REFUSED` raise.
 
     Returns:
-        ``([B, Sq, Hq, Dv] contiguous, None)``.
+        ``([B, Sq, Hq, Dv] contiguous, None)``, or in place of None the probabilities ``[B, Hq, Sq, Sk]`` in the dtype of the
+        query: zeros in rows without a key.
 
     Raises:
         ValueError: an argument that is not supported, or shapes that do not fit.
@@ -137,7 +141,7 @@ def attention_forward(
             raise ValueError(f"flashsci in transformers: {name} is not supported: {advice}")
     query, key, value = _in_dtype_of_weights(module, query, key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    bias, mask = position_bias, attention_mask
+    bias, mask, keys = position_bias, attention_mask, key.shape[2]
     if mask is None and causal and 1 < query.shape[2] < key.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., : query.shape[2]]
@@ -154,15 +158,18 @@ def attention_forward(
             raise ValueError(f"s_aux must have one logit for each of {query.shape[1]} heads, got {list(s_aux.shape)}")
         options["sink"] = s_aux.to(torch.promote_types(s_aux.dtype, torch.float32))
     known = packing is not None and _says_no_more(mask, pattern, packing)
-    if packing is not None and known and bias is None:
+    weights = None
+    if packing is not None and known and bias is None and not output_attentions:
         out = _packed(query, key, value, pattern, packing, options)
     else:
         if packing is not None and (known or packing.given):
             mask = _and_packing(mask, pattern, packing, query, key)
         elif sliding_window is not None and _says_no_more(mask, pattern):
             mask = None  # kernels skip keys outside a window, but read all of a mask
-        out = _dense(query, key, value, mask, bias, pattern, options)
-    return out.contiguous(), None
+        out, weights = _dense(query, key, value, mask, bias, pattern, options, bool(output_attentions))
+    if weights is not None:
+        weights = torch.nn.functional.pad(weights, (0, keys - key.shape[2])).to(query.dtype)
+    return out.contiguous(), weights
 
 
 class _Pattern(NamedTuple):
@@ -204,8 +211,9 @@ def _dense(
     bias: Tensor | None,
     pattern: _Pattern,
     options: dict[str, Any],
-) -> Tensor:
-    """out [B, Sq, Hq, Dv]."""
+    weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """out [B, Sq, Hq, Dv], and the probabilities [B, Hq, Sq, Sk] if wanted."""
     given: dict[str, Any]
     if mask is None:
         if pattern.causal and query.shape[2] == 1:  # decoding: the one query is the last
@@ -219,8 +227,13 @@ def _dense(
         bias = mask if bias is None else bias + mask
     if bias is not None and bias.dtype != query.dtype:
         bias = bias.float()
-    out: Tensor = attention(query, key, value, bias=bias, **given, **options)
-    return out.transpose(1, 2)
+    if not weights:
+        out: Tensor = attention(query, key, value, bias=bias, **given, **options)
+        return out.transpose(1, 2), None
+    out, lse = attention(query, key, value, bias=bias, return_lse=True, **given, **options)
+    query, key, _ = autocast(query, key, value)
+    shaping = dict(scale=options["scale"], softcap=options["softcap"])
+    return out.transpose(1, 2), attention_weights(query, key, lse, bias=bias, **given, **shaping)
 
 
 def _packed(
@@ -231,7 +244,7 @@ def _packed(
     packing: _Packing,
     options: dict[str, Any],
 ) -> Tensor:
-    """The same as :func:`_dense`, for each sequence alone."""
+    """out of :func:`_dense`, for each sequence alone."""
     batch, length = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out: Tensor = varlen_attention(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -164,6 +165,11 @@ class FlashSciBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """vLLM asks where ``VLLM_BATCH_INVARIANT=1`` is set."""
+        return True
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         return True
 
@@ -285,6 +291,7 @@ class FlashSciAttention(AttentionImpl[FlashSciMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.fp8 = FP8.get(kv_cache_dtype)
+        self.deterministic = "batch" if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0") else None
 
     def forward(
         self,
@@ -311,6 +318,7 @@ class FlashSciAttention(AttentionImpl[FlashSciMetadata]):
             output[:tokens] = varlen_attention(
                 query[:tokens], key[:tokens], value[:tokens], step.query_start_loc, max_seqlen_q=step.max_query_len,
                 window=self._window(False), align="lower_right", scale=self.scale, softcap=self.softcap,
+                deterministic=self.deterministic,
             )  # fmt: skip
             return output
         keys, values = self._pages(kv_cache)
@@ -318,7 +326,7 @@ class FlashSciAttention(AttentionImpl[FlashSciMetadata]):
             query[:tokens], keys, values, block_table=step.block_table, seqused_k=step.seq_lens,
             cu_seqlens_q=step.query_start_loc, max_seqlen_q=step.max_query_len, causal=step.causal,
             window=self._window(step.causal), softcap=self.softcap, scale=self.scale, sink=self.sinks,
-            out=output[:tokens], **self._scales(layer, step.seq_lens.shape[0]),
+            out=output[:tokens], deterministic=self.deterministic, **self._scales(layer, step.seq_lens.shape[0]),
         )  # fmt: skip
         return output
 

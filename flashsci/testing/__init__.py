@@ -17,8 +17,16 @@ from flashsci.testing import (  # noqa: F401  (register their traps)
 from flashsci.testing.bounds import TENSORS, Finding, Judge, assert_accurate, exact_matmul
 from flashsci.testing.calls import LARGE_CALLS, SMALL_CALLS, CallLimits, DrawnCall, draw_call
 from flashsci.testing.calls_making import make_call
-from flashsci.testing.cases import Case, ResidualCase, Variant
-from flashsci.testing.drawing import cases, draw_case, generate, generate_residual, residual_cases
+from flashsci.testing.cases import Case, MapCase, ResidualCase, Variant
+from flashsci.testing.drawing import (
+    cases,
+    draw_case,
+    generate,
+    generate_maps,
+    generate_residual,
+    map_cases,
+    residual_cases,
+)
 from flashsci.testing.evaluation import evaluate
 from flashsci.testing.fp8 import (
     FP8Case,
@@ -32,6 +40,7 @@ from flashsci.testing.fp8 import (
 )
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.making import make_inputs
+from flashsci.testing.maps import MapInputs, MapJudge
 from flashsci.testing.paged import (
     PagedCase,
     PagedInputs,
@@ -44,7 +53,7 @@ from flashsci.testing.paged import (
 )
 from flashsci.testing.poison import embed, poison_value, poisoned_memory
 from flashsci.testing.traps import TRAPS, Skipped, Trap
-from flashsci.testing.variants import residual_variants, second_order_variants, variants
+from flashsci.testing.variants import map_variants, residual_variants, second_order_variants, variants
 
 __all__ = [
     "LARGE_CALLS",
@@ -61,6 +70,9 @@ __all__ = [
     "Finding",
     "Inputs",
     "Judge",
+    "MapCase",
+    "MapInputs",
+    "MapJudge",
     "PagedCase",
     "PagedInputs",
     "PagedJudge",
@@ -79,6 +91,7 @@ __all__ = [
     "fp8_cases",
     "generate",
     "generate_fp8",
+    "generate_maps",
     "generate_paged",
     "generate_residual",
     "judge_fp8",
@@ -87,6 +100,8 @@ __all__ = [
     "make_fp8_inputs",
     "make_inputs",
     "make_paged_inputs",
+    "map_cases",
+    "map_variants",
     "paged_cases",
     "poison_value",
     "poisoned_memory",

@@ -43,8 +43,10 @@ from flashsci.testing.tolerance import (
     SUM_ROUNDINGS,
 )
 
-TENSORS = ("out", "lse", "scores", "dq", "dk", "dv", "dbias", "dkey_weight", "dsink", *SECOND_ORDER)
-SUMMED = ("dsink", "gsink")  # summed over packed sequences
+REDUCTIONS = ("entropy", "largest_score", "key_sum")  # of an attention map
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dkey_weight", "dpair_gate", "dsink", "dalibi_slopes")
+TENSORS = ("out", "lse", "scores", *GRADIENTS, *SECOND_ORDER, *REDUCTIONS)
+SUMMED = ("dsink", "gsink", "dalibi_slopes")  # summed over packed sequences
 PLAIN = ("reference", "sdpa", "eager")  # backends that are plain PyTorch, with its own accuracy
 
 
@@ -144,14 +146,15 @@ class Judge:
         unit, internal = _unit(dtype), min(_unit(dtype), _unit(torch.float32))
         if inputs.options.get("precision") == "tf32":
             unit = internal = 2.0**-11
-        of_bias, of_weight, of_sink = (
-            unit if x is None else min(unit, _unit(x.dtype)) for x in (inputs.bias, inputs.key_weight, inputs.sink)
+        of_bias, of_weight, of_sink, of_gate = (
+            unit if x is None else min(unit, _unit(x.dtype))
+            for x in (inputs.bias, inputs.key_weight, inputs.sink, inputs.pair_gate)
         )
         tiny = torch.finfo(dtype).smallest_normal
         # Fused kernels multiply fp32 in parts of TF32 (the last part is truncated): 3xTF32.
         in_parts = self.fused and dtype == torch.float32 and unit == internal == _unit(dtype)
         parts = Rounding(2.0**-10, tiny) if in_parts else None
-        return Precisions(unit, internal, tiny, of_bias, of_weight, of_sink, None, parts)
+        return Precisions(unit, internal, tiny, of_bias, of_weight, of_sink, None, parts, of_gate)
 
     def _allowances(self) -> None:
         precisions = self.precisions()
@@ -198,7 +201,7 @@ class Judge:
             if name in self.loose:
                 self.zero[name] &= self.loose[name] == 0
             # No number is rounded better than to a subnormal number.
-            least = self.tiny if truth.numel() and name not in ("lse", "gdlse", "tlse") else 0.0
+            least = self.tiny if truth.numel() and name not in ("lse", "gdlse", "tlse", "tulse") else 0.0
             size = unit * (coarse[name] + least) + internal * fine[name]
             # Sums in fp32 do not round independently: their possible errors add up. Nor do subnormal numbers.
             sums = internal * fine[name]

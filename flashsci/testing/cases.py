@@ -31,8 +31,12 @@ class Variant:
     dropout: bool = False
     varlen: bool = False
     lse_grad: bool = False
+    caps_bias: bool = False  # the softcap bounds scores with bias and ALiBi
+    gate: str | None = None  # a factor of P: as key_weight
     flipped: bool = False  # a scale of zero or less, which no kernel makes part of an exponent
-    tangents: str = ""  # second order: which of "qkvbw" (bias, key_weight) have tangents, their gradients cotangents
+    tangents: str = (
+        ""  # second order: which of "qkvbwg" (bias, key_weight, gate) have tangents, their gradients cotangents
+    )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -75,6 +79,8 @@ class Case:
     weight_view: str = "contiguous"  # as bias_view
     # "none"; "rows": all weights of the first batch member, or head; "subnormal": some are too small to count
     weight_zeros: str = "some"
+    gate_shape: tuple[int, ...] | None = None
+    gate_view: str = "contiguous"  # as bias_view
     mask_shape: tuple[int, ...] | None = None
     mask_kind: str = (
         "random"  # "rows": some rows see nothing; "keys": a tail of keys is hidden; "none": nothing is visible
@@ -142,6 +148,11 @@ class ResidualCase(Case):
 
     given: str = "both"  # "out", "scores": which results have a gradient
     scores_view: str = "contiguous"  # of the scores' gradient, as bias_view
+
+
+@dataclass(frozen=True)
+class MapCase(Case):
+    """One problem of :func:`flashsci.attention_statistics`: a call without dropout and gradients."""
 
 
 # Sizes around the tiles of every kernel, and small ones: most bugs live at edges.

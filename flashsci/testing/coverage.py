@@ -38,6 +38,8 @@ def properties(case: Case) -> list[str]:
     found += ["scale 1e8"] if case.scale == 1e8 else []
     found += ["softcap 0.01"] if case.softcap == 0.01 else []
     found += ["softcap far above"] if (case.softcap or 0) > 1e3 else []
+    found += ["gate of pairs"] if variant.gate else []
+    found += ["softcap of biased scores"] if variant.caps_bias else []
     found += [f"run with {case.execution}"] if case.execution else []
     found += ["scale zero"] if case.scale == 0 else []
     found += ["scale negative"] if (case.scale or 0) < 0 else []

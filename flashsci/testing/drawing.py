@@ -15,19 +15,21 @@ from flashsci.testing.cases import (
     BULK_LENGTHS,
     LAYOUTS,
     Case,
+    MapCase,
     ResidualCase,
     Variant,
 )
 from flashsci.testing.choices import Choices, SeededChoices, strategy_of
 from flashsci.testing.drawing_values import (
     draw_execution,
+    draw_gate,
     draw_layouts,
     draw_second_order,
     draw_values,
     draw_weights,
 )
 from flashsci.testing.reshaping import with_inner_heads, with_members
-from flashsci.testing.variants import residual_variants, variants
+from flashsci.testing.variants import map_variants, residual_variants, variants
 
 
 def draw_residual(
@@ -56,6 +58,28 @@ def generate_residual(seed: int, count: int, **limits: Any) -> Iterator[Residual
 def residual_cases(**limits: Any) -> Any:
     """A Hypothesis strategy of whole cases (needs hypothesis)."""
     return strategy_of(lambda choices: draw_residual(choices, **limits))
+
+
+def draw_map(
+    choices: Choices,
+    pool: Sequence[Variant] | None = None,
+    lengths: Sequence[int] = BULK_LENGTHS,
+    score_limit: int = 1 << 19,
+) -> MapCase:
+    """A case of the reductions of an attention map, drawn like those of :func:`draw_case`."""
+    return MapCase(**vars(draw_case(choices, map_variants() if pool is None else pool, lengths, score_limit)))
+
+
+def generate_maps(seed: int, count: int, **limits: Any) -> Iterator[MapCase]:
+    """``count`` cases of a seeded generator; ``limits`` as in :func:`draw_map`."""
+    choices = SeededChoices(seed)
+    for _ in range(count):
+        yield draw_map(choices, **limits)
+
+
+def map_cases(**limits: Any) -> Any:
+    """A Hypothesis strategy of whole cases (needs hypothesis)."""
+    return strategy_of(lambda choices: draw_map(choices, **limits))
 
 
 def draw_case(
@@ -96,6 +120,8 @@ def draw_case(
     )
     if variant.key_weight:
         case = draw_weights(choices, case)
+    if variant.gate:
+        case = draw_gate(choices, case)
     case = draw_values(choices, draw_layouts(choices, case))
     return draw_second_order(choices, draw_execution(choices, case))
 

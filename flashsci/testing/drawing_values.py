@@ -97,6 +97,15 @@ def draw_weights(choices: Choices, case: Case) -> Case:
     )
 
 
+def draw_gate(choices: Choices, case: Case) -> Case:
+    full = case.score_shape
+    shape = full
+    if choices.integer(0, 1):
+        shape = tuple(n if choices.integer(0, 2) else 1 for n in full)[choices.integer(0, len(full) - 1) :]
+    views = ("contiguous", "transposed", "padded", "expanded", "linear")
+    return replace(case, gate_shape=shape, gate_view=choices.one_of(views))
+
+
 def draw_second_order(choices: Choices, case: Case) -> Case:
     if not case.variant.tangents:
         return case

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flashsci.testing.inputs import Inputs
+from flashsci.testing.second_tangents import second_direction
 
-LEAVES = ("q", "k", "v", "bias", "key_weight", "sink")
+LEAVES = ("q", "k", "v", "bias", "key_weight", "sink", "alibi_slopes", "pair_gate")
 
 
 def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options: Any) -> dict[str, Tensor]:
@@ -31,11 +32,13 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
     lse = not inputs.residual and (lse or inputs.dlse is not None)
     learning = inputs.has_gradients
     leaves: dict[str, Tensor] = {n: getattr(inputs, n).detach().requires_grad_(learning) for n in ("q", "k", "v")}
-    learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True}
+    learnt_of = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "sink": True, "pair_gate": True}
     for name, learnt in learnt_of.items():
         x = getattr(inputs, name)
         if x is not None:
             leaves[name] = x.detach().requires_grad_(learning and learnt)
+    if inputs.alibi_slopes is not None and inputs.alibi_grad:
+        leaves["alibi_slopes"] = inputs.alibi_slopes.detach().requires_grad_(learning)
     arguments: dict[str, Any] = dict(inputs.options, return_lse=lse, backend=backend)
     if inputs.dropout_seed is not None:
         arguments["dropout_seed"] = inputs.dropout_seed
@@ -55,7 +58,7 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
             if inputs.cu_seqlens_q is not None:
                 result = flashsci.varlen_attention(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given)
             else:
-                result = flashsci.attention(q, k, v, mask=inputs.mask, **given)
+                result = flashsci.attention(q, k, v, **{"mask": inputs.mask, **given})
         return result if lse else (result,)
 
     tensors: list[Any] = [leaves.get(n) for n in LEAVES]
@@ -94,6 +97,8 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
             found.update(zip(wanted, gradients, strict=True))
             found.update(_second_order(inputs, wanted, found, cotangents))
             found.update(_forward_mode(inputs, tensors, call))
+            if inputs.twice:
+                found.update(_forward_mode_twice(inputs, tensors, call))
     return {name: x.detach() for name, x in found.items()}
 
 
@@ -168,3 +173,31 @@ def _forward_mode(inputs: Inputs, tensors: list[Tensor | None], call: Any) -> di
         return {
             name: torch.zeros_like(x) if pair.tangent is None else pair.tangent for name, (pair, x) in tangents.items()
         }
+
+
+def _forward_mode_twice(inputs: Inputs, tensors: list[Tensor | None], call: Any) -> dict[str, Tensor]:
+    """Tangents of the tangents of out and lse: along a second direction, along which the first moves, too."""
+    given = dict(zip(LEAVES, tensors, strict=True))
+    names = [n for n, x in given.items() if x is not None and f"t{n}" in inputs.tangents]
+    second, mixed = second_direction(inputs.tangents)
+
+    def along(tangents: dict[str, Tensor]) -> list[Tensor]:
+        return [tangents[f"t{n}"].to(given[n].dtype) for n in names]  # type: ignore[union-attr]
+
+    def first(*at: Tensor) -> Any:
+        """The tangents at some values of the leaves, and of their tangents."""
+
+        def moved(*values: Tensor) -> tuple[Tensor, ...]:
+            every = {n: None if x is None else x.detach() for n, x in given.items()}
+            found: tuple[Tensor, ...] = call(*(every | dict(zip(names, values, strict=True))).values())
+            return found
+
+        half = len(names)
+        return torch.func.jvp(moved, at[:half], at[half:])[1]
+
+    with torch.no_grad():
+        # torch gives a tangent the layout of its tensor, and cannot do so in expanded memory.
+        at = (*(given[n].detach() for n in names), *along(inputs.tangents))  # type: ignore[union-attr]
+        at = tuple(x.contiguous() if 0 in x.stride() else x for x in at)
+        found = torch.func.jvp(first, at, (*along(second), *along(mixed)))[1]
+    return dict(zip(("tuout", "tulse"), found, strict=False))

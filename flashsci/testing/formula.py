@@ -17,6 +17,7 @@ from flashsci.testing.blocks import Block
 from flashsci.testing.formula_scores import Heads, LooseRows, Scores, per_head, row, slope_of, turn
 from flashsci.testing.roundings import Precisions, Rounding, Roundings
 from flashsci.testing.second_order import Sized, second_order
+from flashsci.testing.second_tangents import SecondTangents
 from flashsci.testing.tolerance import PHASES, ROUNDINGS
 
 
@@ -47,7 +48,7 @@ class ForwardFormula:
         self.mean_abs = row(s.p * self.scores_abs) + self.p_sink * self.sink_abs
         self.p_fine = s.p * (self.scores_abs + self.mean_abs) * near
         self.p_abs = s.p + self.precisions.tiny * s.visible
-        self.pr_abs, self.pr_fine = self.p_abs * b.keep, self.p_fine * b.keep
+        self.pr_abs, self.pr_fine = self.p_abs * b.keep.abs(), self.p_fine * b.keep.abs()
 
     def _store(self, formula: Formula) -> None:
         """Round P and out, and fill the formula's parts of out and lse."""
@@ -106,9 +107,9 @@ class ForwardFormula:
         self.pr_loose = self.out_loose = None
         if self.rows.p is None or self.rows.lse is None:
             return
-        self.pr_loose = self.rows.p * self.b.keep
+        self.pr_loose = self.rows.p * self.b.keep.abs()
         # Forward, P is normalised by its own sum: a mean of values.
-        most = self.out.abs() + self.b.keep.max() * self.v_abs.amax(-2, keepdim=True)
+        most = self.out.abs() + self.b.keep.abs().max() * self.v_abs.amax(-2, keepdim=True)
         self.out_loose = torch.minimum(self.pr_loose @ self.v_abs, 1.1 * most.detach())
         formula.loose = {"out": self.out_loose, "lse": self.rows.lse.squeeze(-1)}
 
@@ -177,7 +178,7 @@ class BackwardFormula:
         self.p = s.w * self.bare
         self.pr = self.rounded(self.p * b.keep)
         dlse = self.zero if b.dlse is None else b.dlse[..., None]
-        self.dp_abs = b.keep * (self.g_abs @ turn(f.v_abs))
+        self.dp_abs = b.keep.abs() * (self.g_abs @ turn(f.v_abs))
         self.dp = b.keep * (self.dout @ turn(f.v))
         self.delta_abs = row(self.g_abs * f.out_abs) + dlse.abs()
         self.delta = row(self.dout * f.out) - dlse
@@ -218,8 +219,7 @@ class BackwardFormula:
             internal = self.precisions.internal
             self.slope = slope_of(s.raw / b.softcap)
             # The error of an argument of tanh, and the steepest slope within it: never more than 1.
-            off = ROUNDINGS * internal * s.raw_abs / b.softcap
-            steepest = slope_of(((s.raw / b.softcap).abs() - off).clamp(min=0))
+            off, steepest = s.off(b.softcap, internal), s.steepest(b.softcap, internal)
             bent = (2 * s.tanh.abs() * off + 2 * off * off).clamp(max=1)
             self.slope_fine = 2 * s.tanh * s.tanh + steepest * bent / (ROUNDINGS * internal)
             da = self.e * self.slope
@@ -283,6 +283,8 @@ class Formula:
         self._rows_gradients(forward, backward)
         self._bias_gradient(backward)
         self._weight_gradient(forward, backward)
+        self._slope_gradient(backward)
+        self._gate_gradient(forward, backward)
         if sink is not None:
             self._sink_gradient(forward, backward, sink)
         if b.tangents:
@@ -311,7 +313,7 @@ class Formula:
             per_key(turn(f.pr_abs + f.pr_fine) @ g.g_abs),
         )
         of_da = self.precisions.subnormal(g.da) + g.gone * g.u_abs
-        of_pr = self.precisions.subnormal(g.pr) + g.gone * b.keep
+        of_pr = self.precisions.subnormal(g.pr) + g.gone * b.keep.abs()
         self.subnormal |= {
             "dq": scale * (of_da @ k_abs),
             "dk": per_key(scale * (turn(of_da) @ q_abs)),
@@ -328,10 +330,33 @@ class Formula:
         if self.b.bias is None:
             return
         shape = self.b.bias.shape
-        self._store("dbias", *(x.sum_to_size(shape) for x in (g.e, g.e_abs, g.e_fine)))
+        parts, loose = self._of_addends(g)
+        self._store("dbias", *(x.sum_to_size(shape) for x in parts))
         self.subnormal["dbias"] = (g.gone * g.u_abs).sum_to_size(shape)
-        if g.e_loose is not None:
-            self.loose["dbias"] = g.e_loose.sum_to_size(shape)
+        if loose is not None:
+            self.loose["dbias"] = loose.sum_to_size(shape)
+
+    def _of_addends(self, g: BackwardFormula) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """The gradient of what is added to products, and its possible sizes and errors."""
+        if not self.b.caps_bias:
+            return (g.e, g.e_abs, g.e_fine), g.e_loose
+        assert g.slope is not None  # dS after the slope of the softcap, which kernels keep in fp32
+        return (g.e * g.slope, g.da_abs, g.da_fine), g.da_loose
+
+    def _slope_gradient(self, g: BackwardFormula) -> None:
+        by_slope, slopes = self.b.by_slope, self.b.slopes
+        if by_slope is None or slopes is None:
+            return
+        shape = slopes.shape
+
+        def of_slope(x: Tensor) -> Tensor:
+            return (x * by_slope).sum_to_size(shape)
+
+        (e, e_abs, e_fine), loose = self._of_addends(g)
+        self._store("dalibi_slopes", of_slope(e), -of_slope(e_abs), -of_slope(e_fine))
+        self.subnormal["dalibi_slopes"] = -of_slope(g.gone * g.u_abs)
+        if loose is not None:
+            self.loose["dalibi_slopes"] = -of_slope(loose)
 
     def _weight_gradient(self, f: ForwardFormula, g: BackwardFormula) -> None:
         """dkey_weight, and the possible size of P without weights in loose rows."""
@@ -348,6 +373,18 @@ class Formula:
         fine = bare * g.u_abs + g.bare_fine * g.u_abs + bare * g.delta_fine
         parts = bare * (g.dp - g.delta), bare * g.u_abs, fine
         self._store("dkey_weight", *(per_weight(x) for x in parts))
+
+    def _gate_gradient(self, f: ForwardFormula, g: BackwardFormula) -> None:
+        b = self.b
+        if b.gate is None:
+            return
+        shape = b.gate.shape
+        value, size = b.dropped * (g.dout @ turn(f.v)), b.dropped * (g.g_abs @ turn(f.v_abs))
+        parts = g.p * value, g.p * size, (f.p_fine + g.p) * size
+        self._store("dpair_gate", *(x.sum_to_size(shape) for x in parts))
+        self.subnormal["dpair_gate"] = (g.gone * size).sum_to_size(shape)
+        if self.rows.p is not None:
+            self.loose["dpair_gate"] = (self.rows.p * size).sum_to_size(shape)
 
     def _share_of_sink(self, f: ForwardFormula, g: BackwardFormula) -> Sized:
         """P of the sink, a key without a value."""
@@ -366,7 +403,7 @@ class Formula:
             self.loose["dsink"] = per_head(far * (size + g.delta_loose)).detach()
 
     def _second_order(self, f: ForwardFormula, g: BackwardFormula, sink: Sized | None) -> None:
-        """All of SECOND_ORDER, by second_order.py."""
+        """All of SECOND_ORDER, by second_order.py and second_tangents.py."""
         b, s, heads = self.b, self.scores, self.heads
 
         def exact(x: Tensor) -> Sized:
@@ -378,32 +415,46 @@ class Formula:
             slope = Sized(g.slope, g.slope, g.slope_fine)
             bend = Sized.bend(s.tanh, g.slope, s.raw_abs, b.softcap)
         spread = {"tk": heads.per_query, "tv": heads.per_query, "tkey_weight": heads.per_pair}
+
+        def along(tangents: dict[str, Tensor]) -> dict[str, Sized]:
+            return {n: exact(spread[n](x) if n in spread else x) for n, x in tangents.items()}
+
+        shared: dict[str, Any] = {
+            "q": exact(b.q),
+            "k": exact(self.k),
+            "v": exact(self.v),
+            "p": Sized(g.p, f.p_abs, f.p_fine, self.rows.p),
+            "bare": Sized(g.bare, g.bare, g.bare_fine, self.bare_loose),
+            "keep": exact(b.keep),
+            "dropped": exact(b.dropped),
+            "scale": b.scale,
+            "slope": slope,
+            "bend": bend,
+            "caps_bias": b.caps_bias,
+            "rounded": self.roundings.rounded,
+            "tiny": self.precisions.tiny,
+            "p_sink": sink,
+        }
         results = second_order(
-            {n: exact(spread[n](x) if n in spread else x) for n, x in b.tangents.items()},
-            q=exact(b.q),
-            k=exact(self.k),
-            v=exact(self.v),
+            along(b.tangents),
             dout=exact(g.dout),
-            p=Sized(g.p, f.p_abs, f.p_fine, self.rows.p),
-            bare=Sized(g.bare, g.bare, g.bare_fine, self.bare_loose),
-            keep=exact(b.keep),
-            scale=b.scale,
-            slope=slope,
-            bend=bend,
             dp=Sized(g.dp, g.dp_abs, g.dp_abs),
             delta=Sized(g.delta, g.delta_abs, g.delta_fine + g.delta_abs, g.delta_loose),
-            rounded=self.roundings.rounded,
-            tiny=self.precisions.tiny,
-            p_sink=sink,
+            **shared,
         )
+        if b.second:
+            results |= SecondTangents(**shared).results(along(b.tangents), along(b.second), along(b.mixed))
         summed = {"gk": heads.per_key, "gv": heads.per_key, "gsink": per_head}
         if b.bias is not None:
             shape = b.bias.shape
             summed["gbias"] = lambda x: x.sum_to_size(shape)
         if b.key_weight is not None:
             summed["gkey_weight"] = heads.per_weight
+        if b.gate is not None:
+            of_gate = b.gate.shape
+            summed["gpair_gate"] = lambda x: x.sum_to_size(of_gate)
         for name, x in results.items():
-            if name in ("gbias", "gkey_weight") and name not in summed:
+            if name in ("gbias", "gkey_weight", "gpair_gate") and name not in summed:
                 continue
             x = x.map(summed[name]) if name in summed else x
             if x.loose is not None:

@@ -56,8 +56,8 @@ def per_head(x: Tensor) -> Tensor:
 class Scores:
     """The scores of a block and their softmax, without roundings: [*, Hq, Sq, Sk] or, for rows, [*, Hq, Sq, 1].
 
-    ``raw``: before the softcap; ``tanh``: of the softcap, or None; ``scores``: with bias and ALiBi; ``w``: key
-    weights. ``attended``: pairs that mask, bias and window allow. ``visible``: the same in rows that have a key or a
+    ``raw``: before the softcap; ``tanh``: of the softcap, or None; ``scores``: with bias and ALiBi, which are part of
+    ``raw`` if the softcap bounds them (``addends`` is zero then); ``w``: key weights. ``attended``: pairs that mask, bias and window allow. ``visible``: the same in rows that have a key or a
     sink; ``empty``: rows without keys; ``unseen``: rows with neither. ``largest``: the largest score plus log w of a
     row; ``top``: the same with the sink. ``weights`` = w e^(scores - top); ``total``: their sum with the sink's.
     """
@@ -66,16 +66,20 @@ class Scores:
         zero = b.q.new_zeros(())
         self.raw_abs = abs(b.scale) * (b.q.abs() @ turn(k.abs()))
         self.raw = b.scale * (b.q @ turn(k))
+        bias = torch.zeros_like(self.raw_abs) if b.bias is None else b.bias.expand(self.raw.shape)
+        self.attended = b.visible.expand(self.raw.shape) & (bias > -torch.inf)
+        self.bias = torch.where(self.attended, bias, zero)
+        self.alibi = zero if b.alibi is None else b.alibi
+        self.addends, self.caps_bias = self.bias + self.alibi, b.caps_bias
+        if b.caps_bias:
+            self.raw_abs = self.raw_abs + self.bias.abs() + self.alibi.abs()
+            self.raw, self.addends = self.raw + self.addends, torch.zeros_like(self.raw)
         self.tanh = torch.tanh(self.raw / b.softcap) if b.softcap else None
         capped = self.raw
         if self.tanh is not None and b.softcap:
             capped = b.softcap * self.tanh
         self.capped = capped
-        bias = torch.zeros_like(self.raw_abs) if b.bias is None else b.bias.expand(self.raw.shape)
-        self.attended = b.visible.expand(self.raw.shape) & (bias > -torch.inf)
-        self.bias = torch.where(self.attended, bias, zero)
-        self.alibi = zero if b.alibi is None else b.alibi
-        self.scores = capped + self.bias + self.alibi
+        self.scores = capped + self.addends
 
         w = zero + 1 if b.key_weight is None else heads.per_pair(b.key_weight)
         self.w = torch.where(w < LEAST_WEIGHT, zero, w)
@@ -119,9 +123,23 @@ class Scores:
         spread = self.raw_abs
         if softcap:  # no error of a score is larger than the cap
             spread = self.raw_abs.clamp(max=2 * softcap / (ROUNDINGS * internal))
-        terms = spread + self.capped.abs() + self.bias.abs()
-        terms = terms + self.alibi.abs() + self.scores.abs() + self.lse.abs()
+        terms = spread + self.capped.abs()
+        if (
+            self.caps_bias and softcap
+        ):  # a number that stands for a mask is far beyond the cap, and its error without effect
+            terms = torch.minimum(spread, self.raw_abs * self.steepest(softcap, internal)) + self.capped.abs()
+        else:
+            terms = terms + self.bias.abs() + self.alibi.abs()
+        terms = terms + self.scores.abs() + self.lse.abs()
         return torch.where(self.visible, terms, zero) + torch.where(self.w > 0, self.log_w.abs(), zero)
+
+    def off(self, softcap: float, internal: float) -> Tensor:
+        """The possible error of the argument of the softcap's tanh."""
+        return ROUNDINGS * internal * self.raw_abs / softcap
+
+    def steepest(self, softcap: float, internal: float) -> Tensor:
+        """The largest slope of the softcap within that error."""
+        return slope_of(((self.raw / softcap).abs() - self.off(softcap, internal)).clamp(min=0))
 
     def before_normalising(self, keep: Tensor, sink: bool) -> Tensor:
         """P as kernels may round it, before it is divided by the sum of its row; they compute no sink."""

@@ -18,7 +18,8 @@ class Inputs:
     ``cu_seqlens_q`` is given: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], as :func:`flashsci.varlen_attention`.
     ``dout`` has out's shape and ``dlse`` that of lse; None means zero. With ``residual`` the call is one of
     :func:`flashsci.residual_attention`, and ``dscores`` is the gradient of its scores. ``tangents`` by name ("tq",
-    "tk", "tv", "tbias", "tkey_weight"), in the shapes of their tensors, ask for the second order: absent means zero.
+    "tk", "tv", "tbias", "tkey_weight", "tpair_gate"), in the shapes of their tensors, ask for the second order: absent means zero.
+    ``twice``: with tangents, also those of out and lse along a second direction, in forward mode over forward mode.
     ``execution``: the way autograd runs the call, as in :class:`Case`.
     """
 
@@ -35,13 +36,16 @@ class Inputs:
     key_weight: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
+    pair_gate: Tensor | None = None
     bias_grad: bool = True
     key_weight_grad: bool = True
+    alibi_grad: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     tangents: dict[str, Tensor] = field(default_factory=dict)
     residual: bool = False
     dscores: Tensor | None = None
     execution: str = ""
+    twice: bool = False
 
     @property
     def varlen(self) -> bool:
@@ -78,6 +82,7 @@ class Inputs:
             # Slopes are float32 except with float64 tensors.
             alibi_slopes=cast(self.alibi_slopes) if dtype == torch.float64 else self.alibi_slopes,
             sink=cast(self.sink),
+            pair_gate=cast(self.pair_gate),
             dout=cast(self.dout),
             dlse=cast(self.dlse),
             dscores=cast(self.dscores),

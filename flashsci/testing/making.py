@@ -77,12 +77,15 @@ class _Maker:
             "softcap": case.softcap,
             "dropout_p": case.dropout_p,
         }
+        if variant.caps_bias:
+            options["softcap_at"] = "biased"
         if case.precision:
             options["precision"] = case.precision
         if packed and case.known_lengths:
             options["max_seqlen_q"] = max(case.lens_q)
             if not case.self_attention:
                 options["max_seqlen_k"] = max(case.lens_k)
+        gate = self.gate()
         residual = self.residual(dout, bias, q) if isinstance(case, ResidualCase) else {}
         return Inputs(
             q,
@@ -92,6 +95,7 @@ class _Maker:
             key_weight=None if weight is None else weight.requires_grad_(variant.key_weight_grad),
             alibi_slopes=self.alibi() if variant.alibi else None,
             sink=self.sink().requires_grad_() if variant.sink else None,
+            pair_gate=gate if gate is None else gate.requires_grad_(),
             mask=self.mask(),
             **(residual or {"dout": self.place(dout, "dout")}),
             execution=case.execution,
@@ -104,7 +108,7 @@ class _Maker:
             bias_grad=variant.bias_grad,
             key_weight_grad=variant.key_weight_grad,
             options=options,
-            tangents=self.tangents(q, k, v, bias, weight) if variant.tangents else {},
+            tangents=self.tangents(q, k, v, bias, weight, gate) if variant.tangents else {},
         )
 
     def residual(self, dout: Tensor, bias: Tensor | None, q: Tensor) -> dict[str, Any]:
@@ -123,9 +127,9 @@ class _Maker:
         return found
 
     def tangents(self, *tensors: Tensor | None) -> dict[str, Tensor]:
-        """Tangents of q, k, v, bias, key_weight."""
+        """Tangents of q, k, v, bias, key_weight, pair_gate."""
         found = {}
-        for letter, x in zip("qkvbw", tensors, strict=True):
+        for letter, x in zip("qkvbwg", tensors, strict=True):
             if x is None or letter not in self.case.variant.tangents:
                 continue
             tangent = self.normal(x.shape)
@@ -136,6 +140,9 @@ class _Maker:
             if letter == "b":
                 kind = "contiguous" if self.case.bias_view == "expanded" else self.case.bias_view
                 found["tbias"] = self.view(tangent.to(x.dtype), kind)
+            elif letter == "g":
+                kind = "contiguous" if self.case.gate_view == "expanded" else self.case.gate_view
+                found["tpair_gate"] = self.view(tangent.to(x.dtype), kind)
             elif letter == "w":
                 found["tkey_weight"] = self.view(tangent.to(x.dtype), self.case.weight_view)
             else:
@@ -405,6 +412,15 @@ class _Maker:
             sink[0] = -torch.inf
         half = self.case.variant.sink == "inputs"
         return embed(self.sent(sink.to(self.case.variant.torch_dtype if half else torch.float32)))
+
+    def gate(self) -> Tensor | None:
+        """A factor of P for each pair: of either sign, some of them zero."""
+        shape = self.case.gate_shape
+        if shape is None:
+            return None
+        gate = self.normal(shape).masked_fill(self.uniform(shape) < 0.1, 0.0)
+        half = self.case.variant.gate == "inputs"
+        return self.view(gate.to(self.case.variant.torch_dtype if half else torch.float32), self.case.gate_view)
 
     def mask(self) -> Tensor | None:
         shape = self.case.mask_shape

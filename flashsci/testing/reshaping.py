@@ -37,6 +37,8 @@ def with_members(choices: Choices, case: Case) -> Case:
         seq_k=seq_k,
         bias_shape=bias,
         bias_view=choices.one_of(("contiguous", "linear", "padded")),
+        weight_shape=case.weight_shape and (seq_k,),
+        gate_shape=(seq_q, seq_k) if case.variant.gate else None,
         mask_shape=mask if masked else None,
         mask_kind=choices.one_of(("keys", "random")) if masked else "random",
     )
@@ -53,7 +55,7 @@ def with_inner_heads(choices: Choices, case: Case) -> Case:
 
     The bias has a value for every pair and head, in the order in which a Linear over pairs leaves it.
     """
-    keys = case.key_shape
+    keys, scores = case.key_shape, case.score_shape
     lead = tuple(min(n, 5) for n in case.lead)  # more members share a bias (`with_members`)
     case = replace(case, rank=max(case.rank, 3), lead=lead or (1,), group=1)
     case = replace(case, heads_k=choices.one_of((4, 8, 8, 16)))
@@ -66,6 +68,7 @@ def with_inner_heads(choices: Choices, case: Case) -> Case:
         case,
         bias_shape=full,
         bias_view="linear",
+        gate_shape=_spread(case.gate_shape, scores[-len(full) :], full),
         weight_shape=_spread(case.weight_shape, keys, case.key_shape),
         mask_shape=mask if masked else None,
         mask_kind=choices.one_of(("keys", "random")) if masked else "random",
@@ -88,6 +91,7 @@ def with_neighbours(choices: Choices, case: Case) -> Case:
         bias_shape=_spread(case.bias_shape, scores, case.score_shape),
         weight_shape=_spread(case.weight_shape, keys, case.key_shape),
         mask_shape=_spread(case.mask_shape, scores, case.score_shape),
+        gate_shape=_spread(case.gate_shape, scores, case.score_shape),
     )
 
 
@@ -157,6 +161,7 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
             weight_shape=_spread(case.weight_shape, keys_before, case.key_shape),
             bias_shape=(*bias[:-2], *(rows, keys)[-len(bias) :]),
             mask_shape=mask and (*lead, *mask[len(lead) : -1], keys),
+            gate_shape=case.gate_shape and (rows, keys),
         )
     lead = tuple(choices.one_of((2, 3, 5)) for _ in case.lead)
     if lead and choices.integer(1, 20) == 20:
@@ -175,6 +180,7 @@ def resized(choices: Choices, case: Case, score_limit: int = 1 << 20) -> Case:
         bias_shape=bias_shape,
         weight_shape=_spread(case.weight_shape, keys_before, case.key_shape),
         mask_shape=_spread(case.mask_shape, before, case.score_shape),
+        gate_shape=_spread(case.gate_shape, before, case.score_shape),
     )
     return with_inner_heads(choices, case) if inner_heads else case
 

@@ -37,11 +37,18 @@ class Precisions(NamedTuple):
     of_sink: float
     of_p: Rounding | None = None
     parts: Rounding | None = None
+    of_gate: float = 2.0**-24
 
     def of_result(self, name: str) -> float:
         """The unit roundoff of one result."""
-        special = {"bias": self.of_bias, "key_weight": self.of_weight, "sink": self.of_sink}
-        if name in ("gdlse", "tlse"):
+        special = {
+            "bias": self.of_bias,
+            "key_weight": self.of_weight,
+            "sink": self.of_sink,
+            "alibi_slopes": self.internal,
+            "pair_gate": self.of_gate,
+        }
+        if name in ("gdlse", "tlse", "tulse"):
             return self.internal
         return special.get(name[1:], self.unit)
 

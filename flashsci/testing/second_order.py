@@ -13,8 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Gradients of <tx, dx>, summed over x, by q, k, v, bias, key_weight, sink, dout and dlse; tangents of out and lse in forward mode.
-SECOND_ORDER = ("gq", "gk", "gv", "gbias", "gkey_weight", "gsink", "gdout", "gdlse", "tout", "tlse")
+# Gradients of <tx, dx>, summed over x, by q, k, v, bias, key_weight, pair_gate, sink, dout and dlse; in forward mode tangents
+# of out and lse, and their tangents along a second direction.
+SECOND_ORDER = (
+    "gq", "gk", "gv", "gbias", "gkey_weight", "gpair_gate", "gsink", "gdout", "gdlse", "tout", "tlse", "tuout", "tulse",
+)  # fmt: skip
 
 
 class Sized(NamedTuple):
@@ -96,6 +99,7 @@ def second_order(
     p: Sized,
     bare: Sized,
     keep: Sized,
+    dropped: Sized,
     scale: float,
     slope: Sized | None,
     bend: Sized | None,
@@ -103,12 +107,14 @@ def second_order(
     delta: Sized,
     rounded: Callable[[Tensor], Tensor],
     tiny: float,
+    caps_bias: bool = False,
     p_sink: Sized | None = None,
 ) -> dict[str, Sized]:
-    """All of SECOND_ORDER, per query head; "gbias" and "gkey_weight" in the shape of the scores.
+    """All of SECOND_ORDER, per query head; "gbias", "gkey_weight" and "gpair_gate" in the shape of the
+    scores.
 
-    ``bare``: P without key weights. ``p_sink``: that of the sink, a key whose score has no tangent and whose value is
-    zero; None without a sink; "gsink" has a value for every row.
+    ``bare``: P without key weights. ``keep``: the factor of P, of which ``dropped`` is the part without the gate. ``p_sink``: that of the sink, a key whose score has no tangent and whose value is
+    zero; None without a sink; "gsink" has a value for every row. ``caps_bias``: the softcap bounds the bias, too.
 
     Everything but results is [*, Hq, Sq, Sk], [*, Hq, S, D] or, for rows, [*, Hq, Sq, 1]. ``rounded`` perturbs the
     tensors that kernels round before a product, to a dtype whose smallest normal number is ``tiny``.
@@ -118,9 +124,10 @@ def second_order(
     extra = bare.times(tangents["tkey_weight"]) if "tkey_weight" in tangents else None
     t_raw = nothing if tq is None else tq.matmul(k.turned())
     t_raw = (t_raw if tk is None else t_raw.plus(q.matmul(tk.turned()))).scaled(scale)
+    wide = None if tbias is None else tbias.map(lambda x: x.expand(p.value.shape))
+    t_raw = t_raw.plus(wide) if wide is not None and caps_bias else t_raw
     t = t_raw if slope is None else t_raw.times(slope)
-    if tbias is not None:
-        t = t.plus(tbias.map(lambda x: x.expand(t.value.shape)))
+    t = t.plus(wide) if wide is not None and not caps_bias else t
     mean = p.times(t) if extra is None else p.times(t).plus(extra)
     mean = mean.row()
     t = t.minus(mean)
@@ -130,6 +137,14 @@ def second_order(
     if tv is not None:
         tout = tout.plus(p.times(keep).rounded(rounded, tiny).matmul(tv))
         tdp = dout.matmul(tv.turned()).times(keep)
+    moved = w.times(keep)
+    bare_dp = dout.matmul(v.turned()).times(dropped)
+    bare_tdp = nothing if tv is None else dout.matmul(tv.turned()).times(dropped)
+    if "tpair_gate" in tangents:
+        tgate = tangents["tpair_gate"].map(lambda x: x.expand(p.value.shape))
+        of_gate = p.times(dropped).times(tgate)
+        tout = tout.plus(of_gate.rounded(rounded, tiny).matmul(v))
+        tdp, moved = tdp.plus(bare_dp.times(tgate)), moved.plus(of_gate)
     zeta = dout.times(tout).row()
     u, y = dp.minus(delta), tdp.minus(zeta)
     e = p.times(u)
@@ -138,6 +153,7 @@ def second_order(
     e_raw, f_raw = e, f
     if slope is not None and bend is not None:
         e_raw, f_raw = e.times(slope), f.times(slope).plus(bend.times(t_raw).times(e))
+    of_bias = f_raw if caps_bias else f
     f_raw = f_raw.rounded(rounded, tiny)
     gq, gk = f_raw.matmul(k), f_raw.turned().matmul(q)
     e_raw = e_raw.rounded(rounded, tiny)
@@ -149,8 +165,9 @@ def second_order(
         **({} if of_sink is None else {"gsink": of_sink}),
         "gq": gq.scaled(scale),
         "gk": gk.scaled(scale),
-        "gv": w.times(keep).rounded(rounded, tiny).turned().matmul(dout),
-        "gbias": f,
+        "gv": moved.rounded(rounded, tiny).turned().matmul(dout),
+        "gbias": of_bias,
+        "gpair_gate": w.times(bare_dp).plus(p.times(bare_tdp)),
         "gkey_weight": bare.times(u.times(t).plus(y)),
         "gdout": tout,
         "gdlse": mean,

@@ -268,6 +268,23 @@ def sharp_softcap(backend: str, device: torch.device, dtype: str) -> None:
         )
 
 
+@trap(order=2)
+def softcap_of_biased_scores(backend: str, device: torch.device) -> None:
+    """A softcap after the bias: -inf hides its key, a mask as a number does not, and gradients end where the cap is reached."""
+    rows, keys = (130, 200) if device.type == "cuda" else (18, 37)
+    capped = Variant(softcap=True, caps_bias=True, bias="pair", bias_grad=True, lse_grad=True, tangents="qkvb")
+    case = Case(seed=41, variant=capped, lead=(2,), heads_k=2, seq_q=rows, seq_k=keys, softcap=3.0, bias_holes=True)
+    wide = replace(capped, bias_float=True)
+    cases = [
+        replace(case, bias_shape=(2, 2, rows, keys)),
+        replace(case, bias_shape=(1, 2, rows, keys), magnitude="peaked"),
+        replace(case, variant=wide, bias_shape=(2, 1, rows, keys), bias_number="float32_min", bias_number_at="rows"),
+        replace(case, variant=replace(wide, bias="key", alibi=True), bias_shape=(2, 1, 1, keys), bias_scale=100.0),
+        replace(case, variant=replace(capped, mask=True), bias_shape=(rows, 1), mask_shape=(keys,), mask_kind="keys"),
+    ]
+    require(backend, device, *cases)
+
+
 @trap()
 def scores_beyond_ten_million(backend: str, device: torch.device) -> None:
     """Scores of 1e7 to 1e11: softmax is a maximum, whose exponent is 0 however large the numbers that cancel are."""
@@ -378,3 +395,47 @@ def large_bias_of_a_linear(backend: str, device: torch.device) -> None:
         variant = Variant(bias="pair", bias_grad=True)
         parts += judged(backend, device, replace(odd, variant=variant))
     each_served(parts)
+
+
+def _mask_of_tiles(kind: str, rows: int, keys: int, device: torch.device) -> Tensor:
+    """A mask that hides whole tiles of 64 x 64, cuts others, and leaves some rows without a key."""
+    i, j = torch.arange(rows, device=device)[:, None], torch.arange(keys, device=device)
+    if kind == "band":
+        return ((i - j).abs() <= 40) & (i % 150 < 140)
+    if kind == "documents":
+        return i // 90 == j // 90
+    if kind == "padding":
+        return (j < torch.tensor([[keys - 5], [60]], device=device))[:, None, None]
+    drawn = torch.Generator().manual_seed(5)
+    tiles = torch.rand(4, -(-rows // 64), -(-keys // 64), generator=drawn).to(device) < 0.3
+    cut = torch.rand(4, rows, keys, generator=drawn).to(device) < 0.5
+    return tiles.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :rows, :keys] & cut
+
+
+@trap()
+def masks_that_hide_tiles(backend: str, device: torch.device) -> None:
+    """Masks whose tables name the tiles to compute: rows and tiles without a key, lengths that end inside a tile."""
+    rows, keys, dim = (517, 701, 64) if device.type == "cuda" else (140, 200, 16)
+
+    def judge(kind: str, dtype: str, bias: tuple[int, ...], options: dict[str, Any]) -> None:
+        randn = functools.partial(torch.randn, device=device, dtype=getattr(torch, dtype))
+        q, k, v, dout = randn(2, 4, rows, dim), randn(2, 2, keys, dim), randn(2, 2, keys, dim), randn(2, 4, rows, dim)
+        mask = _mask_of_tiles(kind, rows, keys, device)
+        inputs = Inputs(q, k, v, bias=randn(bias) if bias else None, mask=mask, dout=dout, options=options)
+        with poisoned_memory():
+            results = evaluate(inputs, backend, mask=flashsci.BlockMask.from_mask(mask), deterministic=False)
+        Judge(inputs, backend not in PLAIN).require(results)
+
+    calls: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+        ("band", (), {}),
+        ("documents", (2, 4, rows, keys), {"causal": True}),
+        ("graph", (1, 4, rows, keys), {}),
+        ("graph", (), {"window": (100, 30)}),
+        ("padding", (), {}),
+    ]
+    if device.type != "cuda":
+        calls = calls[1:3]
+    dtypes = DTYPES if device.type == "cuda" else DTYPES[:1]
+    each_served(
+        functools.partial(judge, kind, dtype, bias, options) for kind, bias, options in calls for dtype in dtypes
+    )

@@ -10,7 +10,7 @@ import torch
 
 import flashsci
 from flashsci.errors import BackendError
-from flashsci.testing.bounds import Judge
+from flashsci.testing.bounds import PLAIN, Judge
 from flashsci.testing.cases import Case, Variant
 from flashsci.testing.evaluation import evaluate
 from flashsci.testing.inputs import Inputs
@@ -113,6 +113,29 @@ def second_order_of_a_common_shift(backend: str, device: torch.device) -> None:
     variant = Variant(bias="pair", bias_grad=True, tangents="kb", head_dim=32, head_dim_v=32)
     case = Case(seed=22, variant=variant, lead=(2,), seq_q=33, seq_k=90, bias_shape=(2, 1, 33, 90))
     require(backend, device, replace(case, tangent_magnitude="offset"))
+
+
+@trap(order=2, one_of=("float32", *HALVES))
+def forward_mode_over_forward_mode(backend: str, device: torch.device, dtype: str) -> None:
+    """Tangents of tangents: dense with a bias, causal with a softcap, packed, of key weights, and of few tensors."""
+    plain = Variant(dtype=dtype, head_dim=64, head_dim_v=64, tangents="qkv")
+    case = Case(seed=28, variant=plain, lead=(2,), heads_k=2, group=2, seq_q=75, seq_k=130)
+    variants: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        (
+            {"bias": "pair", "bias_grad": True, "tangents": ALL, "dropout": True},
+            {"bias_shape": (2, 1, 75, 130), "dropout_p": 0.2},
+        ),
+        ({"window": True, "softcap": True}, {"causal": True, "softcap": 3.0}),
+        ({"varlen": True}, {"rank": 3, "lead": (), "lens_q": (70, 0, 3), "lens_k": (33, 5, 90)}),
+        ({"key_weight": "float", "key_weight_grad": True, "tangents": "qkvw"}, {"weight_shape": (2, 1, 130)}),
+        ({"tangents": "qv"}, {}),
+    ]
+    for of_variant, of_case in variants:
+        inputs = make_inputs(replace(case, variant=replace(plain, **of_variant), **of_case), device)
+        inputs = replace(inputs, twice=True)
+        found = evaluate(inputs, backend)
+        Judge(inputs, backend not in PLAIN).require({n: found[n] for n in ("tuout", "tulse")})
 
 
 @trap(order=2)

@@ -28,6 +28,7 @@ def variants(
     choices, weights = SeededChoices(20), SeededChoices(22)
     slopes, sinks = SeededChoices(23), SeededChoices(24)
     scales, together = SeededChoices(25), SeededChoices(26)
+    places, gates = SeededChoices(28), SeededChoices(29)
     dims = [d for d in HEAD_DIMS if max(d) <= max_dim]
     found: dict[Variant, None] = {}
     for i in range(4 * count):
@@ -60,6 +61,10 @@ def variants(
             varlen=varlen,
             lse_grad=rare(3),
         )
+        if variant.softcap and (variant.bias or variant.alibi) and places.integer(1, 2) == 1:
+            variant = replace(variant, caps_bias=True)
+        if features and not varlen and gates.integer(1, 8) == 1:
+            variant = replace(variant, gate=gates.one_of(("inputs", "float")))
         found[variant] = None
     return list(found)
 
@@ -76,11 +81,23 @@ def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
             tangents = tangents.replace("b", "")
         if variant.key_weight_grad and (everything or variant.head_dim % 2 == 0):
             tangents += "w"
+        if variant.gate and everything:
+            tangents += "g"
         # With 16-bit results the steps of a sink's formula round by themselves, which the second order sees.
         sink = variant.sink if variant.dtype == "float32" else None
         if variant.dtype == "float32" and variant.key_weight:
             sink = sinks.one_of((None, "float"))
         found[replace(variant, tangents=tangents or "qkv", sink=sink)] = None
+    return list(found)
+
+
+def map_variants(count: int = 96, **limits: Any) -> list[Variant]:
+    """The variants of :func:`variants` without dropout and gradients, whose maps have kernels: of 16 and 32 bits, with
+    head dims up to 256."""
+    found: dict[Variant, None] = {}
+    for v in variants(count, **limits):
+        if v.head_dim <= 256 and v.dtype != "float64":
+            found[replace(v, dropout=False, bias_grad=False, key_weight_grad=False, lse_grad=False)] = None
     return list(found)
 
 

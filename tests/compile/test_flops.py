@@ -152,7 +152,7 @@ def test_every_op_that_multiplies_has_a_formula():
     """An op that is added shows. Without one are ops that no product is in, ops composed of counted ones, and those of the
     library that run below a counted op, where no mode sees them."""
     all_ops()  # defines and loads them
-    without = {"build_info", "sees_torch_cuda", "keep_mask", "refuse", "draw_seed"}
+    without = {"build_info", "sees_torch_cuda", "keep_mask", "refuse", "draw_seed", "triton_mask_tiles"}
     ends = ("_kernels", "_write_kv_cache")
     below = {"cuda_fp8_forward", "cuda_prepared_forward", "cuda_prepared_backward"}
     names = {n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith("flashsci::")}
@@ -160,3 +160,14 @@ def test_every_op_that_multiplies_has_a_formula():
     known = {op._qualified_op_name.partition("::")[2] for op in formulas()}
     assert {n for n in names - without - below - known if not n.endswith(ends)} == set()
     assert {"triton_forward", "ring_backward", "triangle_forward"} <= known
+
+
+@pytest.mark.parametrize(
+    ("asked", "products"), [(("entropy", "largest_score"), 1), (("key_sum",), 1), (("entropy", "key_sum"), 2)]
+)
+def test_reductions_of_a_map(asked, products):
+    """A product over the head dim for those of rows, and another for those of keys, inside the window."""
+    q, k, lse = torch.randn(2, 4, 20, 16), torch.randn(2, 2, 20, 16), torch.randn(2, 4, 20) + 9
+    with flashsci.use_backend("triton"), FlopCounterMode(display=False) as counter:
+        flashsci.attention_statistics(q, k, lse, causal=True, **dict.fromkeys(asked, True))
+    assert counter.get_total_flops() == 2 * products * 16 * (2 * 4 * 20 * 21 // 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashsci
+from flashsci.call.ops import Scalars, Tensors
 from flashsci.choice.choose import recorded_reference
 from tests.support.everywhere import BACKENDS, DEVICE
 
@@ -163,8 +164,8 @@ def test_opcheck_of_the_packed_reference():
     recorded_reference()
     ops = torch.ops.flashsci
     q, k, v = (torch.randn(2, 5, 16, device=DEVICE) for _ in range(3))
-    tensors = (q, k, v, None, None, None, OFFSETS[0], OFFSETS[0], None, None, None)
-    scalars = (-1, -1, 0.25, 0.0, -1, 0, False, 0.0, "default", False)
+    tensors = Tensors(q, k, v, cu_seqlens_q=OFFSETS[0], cu_seqlens_k=OFFSETS[0])
+    scalars = Scalars(-1, -1, 0.25, 0.0, -1, 0, False, 0.0, "default", False)
     torch.library.opcheck(ops.reference_packed_forward.default, (*tensors, *scalars))
     out, lse = ops.reference_packed_forward(*tensors, *scalars)
     given = (*tensors, out, lse, *scalars)

@@ -23,7 +23,7 @@ FUSED = ("triton", "cuda") if GPU else ("triton",)
 for name in FUSED:  # their ops exist once they are loaded
     assert backends.BACKENDS[name].unavailable() is None, backends.BACKENDS[name].unavailable()
 fused = pytest.mark.parametrize("backend", FUSED)
-SCALARS = (-1, -1, 0.25, 0.0, -1, 0, False, 0.0, "default", False)
+SCALARS = ops.Scalars(-1, -1, 0.25, 0.0, -1, 0, False, 0.0, "default", False)
 
 
 def qkv(*shape: int, grad: bool = True, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +55,7 @@ def test_opcheck_of_the_triton_ops(bias: str | None, wide: bool) -> None:
     extra = None if bias is None else torch.randn(2, 1, 12, 12, device=DEVICE)
     weight = None if bias is None else torch.rand(2, 1, 12, device=DEVICE)
     keys = k.transpose(0, 1).contiguous().transpose(0, 1)
-    tensors = (q, keys, v, extra, weight, *(None,) * 6)
+    tensors = ops.Tensors(q, keys, v, extra, weight)
     forward = torch.ops.flashsci.triton_forward.default
     torch.library.opcheck(forward, (*tensors, *SCALARS))
     out, lse = forward(*tensors, *SCALARS)

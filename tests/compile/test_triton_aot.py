@@ -6,15 +6,16 @@ import re
 
 import pytest
 
+from flashsci.call.mask_tiles import table_length
 from tests.compile.ahead_of_time import check, compiled, report_of, script
 
 ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
     "small_shared_backward_kernel",
-    "jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
+    "jvp_kernel", "second_jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
     "double_backward_small_kernel", "copy_bias_kernel", "product_kernel", "wide_forward_kernel", "wide_backward_kernel",
-    "wide_double_backward_kernel",
+    "wide_double_backward_kernel", "classify_kernel", "list_kernel",
 }  # fmt: skip
 
 
@@ -52,9 +53,12 @@ def calls(architecture):
     narrow = {"weight": (2, 1, 96), "narrow_weight": True, "window_right": 0}
     yield "key weights of 16 bits, causal", "float16", (128, 128), narrow
     yield "key weights of 16 bits, causal, two chunks", "float16", (40, 72), narrow | {"bias": (2, 1, 1, 96)}
+    capped = {"softcap": 9.0, "caps_bias": True}
+    yield "softcap of biased scores", "float16", (64, 64), capped | {"bias": (1, 2, 48, 96), "alibi": (2, 2)}
+    yield "softcap of biased scores, short", "float32", (32, 32), capped | {"seq": (31, 17), "bias": (2, 2, 31, 17)}
     yield "negative scale", "float16", (64, 64), {"scale": -0.125}
     # Products whose rows are queries, fewer than 64 of them, beside products whose rows are keys.
-    for name, seq in (("few queries", (32, 200)), ("short rows", (72, 144))):
+    for name, seq in (("few queries", (32, 200)), ("short rows", (72, 144)), ("few keys", (150, 30))):
         yield f"{name}, bias", "float16", (64, 64), {"seq": seq, "bias": (1, 2, *seq)}
     yield "packed", "float16", (128, 128), {"packed": True, "window_right": 0, "bias": "ragged"}
     yield "ALiBi", "float16", (64, 64), {"alibi": (2, 2), "window_right": 0}
@@ -62,13 +66,18 @@ def calls(architecture):
     wide = {"bias": (2, 2, 40, 36), "weight": (1, 2, 36), "softcap": 9.0, "dropout_p": 0.1}
     yield "wide", "float32", (320, 64), wide | {"seq": (40, 36), "heads_k": 2}
     yield "wide, unaligned rows", "float32", (129, 131), {"seq": (100, 90), "mask": (2, 1, 1, 90)}
+    for dtype, dims in (("float16", (64, 64)), ("float16", (128, 128)), ("float32", (32, 32))):
+        band = {"seq": (200, 333), "mask": (2, 1, 200, 333), "tiles": True}
+        yield f"tiles of a mask, {dtype}, {dims[0]}", dtype, dims, band | {"bias": (1, 2, 200, 333), "window_right": 0}
+    keys = {"seq": (200, 320), "mask": (2, 1, 1, 320), "tiles": True}
+    yield "tiles of a mask of keys", "float16", (64, 64), keys | {"bias": (2, 2, 200, 320)}
     if architecture == 80:
         yield "wide, long", "float32", (256, 256), {"seq": (600, 700), "bias": (2, 1, 1, 700)}
         yield "widest", "float16", (512, 512), {}
 
 
 def arguments(torch, dtype, dims, options):
-    """Arguments of the raw ops for one call: tensors, scalars, those of backward and of double_backward."""
+    """Arguments of the raw ops for one call: tensors, scalars, those of backward, double_backward and second_jvp."""
     dtype, (head_dim, head_dim_v) = getattr(torch, dtype), dims
     lead = () if options.get("packed") else (2,)
     seq_q, seq_k = options.get("seq", (48, 96))
@@ -76,7 +85,7 @@ def arguments(torch, dtype, dims, options):
     heads_k = options.get("heads_k", 1)
     k = torch.zeros(*lead, heads_k, seq_k, head_dim, dtype=dtype)
     v = torch.zeros(*lead, heads_k, seq_k, head_dim_v, dtype=dtype)
-    bias = weight = mask = cu_q = cu_k = offsets = seed = slopes = None
+    bias = weight = mask = cu_q = cu_k = offsets = seed = slopes = table = None
     if options.get("packed"):
         cu_q = torch.tensor([0, 20, 48], dtype=torch.int32)
         cu_k = torch.tensor([0, 40, 96], dtype=torch.int32)
@@ -93,32 +102,40 @@ def arguments(torch, dtype, dims, options):
         seed = torch.zeros(2, dtype=torch.int64)
     if options.get("alibi"):
         slopes = torch.zeros(options["alibi"])
+    if options.get("tiles"):
+        table = torch.zeros(*mask.shape[:-2], 1, table_length(*mask.shape[-2:]), dtype=torch.int32)
     out = torch.zeros(*q.shape[:-1], head_dim_v, dtype=dtype)
     lse = torch.zeros(q.shape[:-1])
     scalars = (-1, -1, options.get("scale", 0.125), options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", -1),
-               False, options.get("dropout_p", 0.0), "default", False)  # fmt: skip
-    tensors = (q, k, v, bias, weight, mask, cu_q, cu_k, offsets, seed, slopes)
+               False, options.get("dropout_p", 0.0), "default", False, options.get("caps_bias", False))  # fmt: skip
+    tensors = (q, k, v, bias, weight, mask, cu_q, cu_k, offsets, seed, slopes, table)
     given = (*tensors, out, lse, *scalars)
-    return tensors, scalars, (out, lse, *given, 31), (q, k, v, bias, weight, out, lse, *given, 127)
+    leaves = q, k, v, bias, weight
+    second_jvp = (*leaves, *leaves, *leaves, lse, lse, *given)
+    return tensors, scalars, (out, lse, *given, 31), (*leaves, out, lse, *given, 127), second_jvp
 
 
 def report(architecture: int, ops: dict, launched: list):
     import torch
 
     from flashsci.backends.triton.plans.copy import copied
+    from flashsci.backends.triton.plans.mask_tiles import mask_tiles
 
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:
             dtype = "bfloat16"
-        tensors, scalars, backward, double_backward = arguments(torch, dtype, dims, features)
+        tensors, scalars, backward, double_backward, second_jvp = arguments(torch, dtype, dims, features)
         ops["triton_forward"](*tensors, *scalars)
         ops["triton_backward"](*backward)
         ops["triton_double_backward"](*double_backward)
+        ops["triton_second_jvp"](*second_jvp)
         if tensors[3] is not None and tensors[3].dim() == 4:
             # As a Linear leaves it, and its gradient.
             bias = tensors[3].contiguous(memory_format=torch.channels_last)
             copied(bias, torch.empty_like(tensors[3]))
             copied(torch.empty_like(tensors[3]), bias)
+        if tensors[11] is not None:
+            mask_tiles(tensors[5])
         for entry, ptx in compiled(launched, architecture, call):
             yield entry | {
                 "wgmma": "wgmma" in ptx,

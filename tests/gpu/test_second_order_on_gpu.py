@@ -1,5 +1,7 @@
 """Second order on a GPU, whichever backend ran the forward: few problems, `python -m flashsci check` judges many."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,6 +44,26 @@ def test_generated_problems(dtype, backend, number):
             raise
         pytest.skip(str(refusal))
     Judge(inputs).require(found)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_forward_mode_over_forward_mode(dtype, number):
+    narrow = [c for c in cases(dtype) if max(c.variant.head_dim, c.variant.head_dim_v) <= 128 and not c.variant.gate]
+    inputs = replace(make_inputs(narrow[number % len(narrow)], DEVICE), twice=True)
+    with poisoned_memory():
+        found = evaluate(inputs, "triton", deterministic=False)
+    Judge(inputs).require(found)
+
+
+def test_forward_mode_over_forward_mode_in_linear_memory():
+    q, k, v = (torch.randn(1, 4, 8192, 64, device=DEVICE).bfloat16() for _ in range(3))
+    call = lambda *x: flashsci.attention(*x, causal=True, backend="triton")  # noqa: E731
+    first = lambda *x: torch.func.jvp(call, x, (k, v, q))[1]  # noqa: E731
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.func.jvp(first, (q, k, v), (v, q, k))
+    assert torch.cuda.max_memory_allocated() - before < 24 * q.numel() * q.element_size()
 
 
 @pytest.mark.parametrize("precision", ["tf32x3", "tf32"])

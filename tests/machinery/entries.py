@@ -6,6 +6,7 @@ A new tensor argument, or a new function, without a description fails ``test_mat
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 import typing
 import zlib
@@ -161,6 +162,73 @@ def _residual_formula(x: Given) -> Any:
     out, _ = _dense_formula(x)
     k = x["k"].repeat_interleave(2, -3)
     return out, formulas.scores_of(x["q"], k, x.get("bias"))
+
+
+_ON_PAIRS = ("bias", "key_weight", "mask", "alibi_slopes")
+
+
+def _maps() -> dict[str, Tensor]:
+    """With an lse as of many more keys, so that P stays below 1 beside other values of each tensor."""
+    found = {n: x for n, x in _dense().items() if n in ("q", "k", *_ON_PAIRS)}
+    return found | dict(lse=normal(1, 2, 4) + 8, rows=torch.tensor([3, 0, 3]), columns=torch.tensor([4, 1]))
+
+
+def _weights_formula(x: Given) -> Any:
+    rest = dict(x)
+    rows, columns = (rest.pop(n, slice(None)) for n in ("rows", "columns"))
+    return (formulas.mapped_pairs(**rest)[0][..., rows, :][..., columns],)
+
+
+def _statistics_call(backend: str, x: Given) -> Any:
+    found = flashsci.attention_statistics(**x, entropy=True, largest_score=True, key_sum=True, top_k=2)
+    return tuple(found[:4])
+
+
+def _packed_maps() -> dict[str, Tensor]:
+    found = {n: x for n, x in _packed().items() if n not in ("v", "sink", "dropout_seed")}
+    return found | dict(lse=normal(2, 5) + 8)
+
+
+def _packed_pairs(x: Given) -> list[tuple[Tensor, Tensor]]:
+    """(P, S) of each sequence, by the formula of dense calls."""
+    found = []
+    edges = x["cu_seqlens_q"].tolist()
+    for n, (i, j) in enumerate(itertools.pairwise(edges)):
+        part = dict(
+            q=x["q"][i:j].transpose(0, 1)[None], k=x["k"][i:j].transpose(0, 1)[None], lse=x["lse"][None, :, i:j]
+        )
+        if "bias" in x:
+            part["bias"] = x["bias"][..., i:j]
+        if "key_weight" in x:
+            part["key_weight"] = x["key_weight"][..., i:j]
+        if "alibi_slopes" in x:
+            part["alibi_slopes"] = x["alibi_slopes"][n]
+        found.append(tuple(y[0] for y in formulas.mapped_pairs(**part)))
+    return found
+
+
+def _packed_weights_formula(x: Given) -> Any:
+    return tuple(p for p, _ in _packed_pairs(x))
+
+
+def _packed_statistics_call(backend: str, x: Given) -> Any:
+    found = flashsci.attention_statistics(**x, entropy=True, largest_score=True, key_sum=True)
+    return tuple(found[:3])
+
+
+def _packed_statistics_formula(x: Given) -> Any:
+    pairs = _packed_pairs(x)
+    entropies = [torch.special.entr(p).sum(-1) for p, _ in pairs]
+    joined = (entropies, [s.amax(-1) for _, s in pairs], [p.sum(-2) for p, _ in pairs])
+    return tuple(torch.cat(parts, -1) for parts in joined)
+
+
+_HALVES = ("q_jacobian", "k_jacobian", "v_jacobian", "q_laplacian", "k_laplacian", "v_laplacian")
+
+
+def _laplacian() -> dict[str, Tensor]:
+    found = {n: x for n, x in _dense().items() if n in ("q", "k", "v", "bias", "mask")}
+    return found | {n: normal(*(3,) * n.endswith("jacobian"), *found[n[0]].shape) for n in _HALVES}
 
 
 def _paged() -> dict[str, Tensor]:
@@ -387,6 +455,19 @@ def _entries() -> list[Entry]:
               ("sink", "k_scale", "v_scale", "out"), _paged, _paged_call, _paged_formula, **serving, lengths={"q": 0}),
         Entry("write_kv_cache", flashsci.write_kv_cache, ("key", "value", *caches, "slot_mapping"), ("k_scale", "v_scale"),
               _write, _write_call, lambda x: formulas.stored(**x), **serving),
+        Entry("attention_weights", flashsci.attention_weights, ("q", "k", "lse"), (*_ON_PAIRS, "rows", "columns"), _maps,
+              lambda b, x: (flashsci.attention_weights(**x),), _weights_formula, NO_CHOICE, elsewhere=edges),
+        Entry("attention_statistics", flashsci.attention_statistics, ("q", "k", "lse"), _ON_PAIRS,
+              _without(_maps, "rows", "columns"), _statistics_call, lambda x: formulas.map_statistics(**x), NO_CHOICE, elsewhere=edges),
+        Entry("attention_weights, packed", flashsci.attention_weights, ("q", "k", "lse", *edges),
+              ("bias", "key_weight", "alibi_slopes"), _packed_maps, lambda b, x: flashsci.attention_weights(**x),
+              _packed_weights_formula, NO_CHOICE, elsewhere=("mask", "rows", "columns")),
+        Entry("attention_statistics, packed", flashsci.attention_statistics, ("q", "k", "lse", *edges),
+              ("bias", "key_weight", "alibi_slopes"), _packed_maps, _packed_statistics_call,
+              _packed_statistics_formula, NO_CHOICE, elsewhere=("mask",)),
+        Entry("forward_laplacian", flashsci.forward_laplacian, qkv, (*_HALVES, "bias", "mask"), _laplacian,
+              lambda b, x: tuple(flashsci.forward_laplacian(**x, backend=b)), lambda x: formulas.forward_laplacian(**x),
+              ("reference", "triton", "auto"), together=qkv),
         Entry("merge", flashsci.merge, ("outs", "lses"), (), lambda: dict(outs=normal(2, 1, 2, 3, 8), lses=normal(2, 1, 2, 3)),
               lambda b, x: flashsci.merge(**x), lambda x: formulas.merged(**x), NO_CHOICE),
         Entry("quantize", flashsci.quantize, ("x",), ("cu_seqlens",), lambda: dict(x=normal(5, 2, 8), cu_seqlens=ints(0, 2, 5)),

@@ -124,6 +124,56 @@ def backward(
     return tuple(found)
 
 
+def mapped_pairs(
+    q: Tensor, k: Tensor, lse: Tensor, *, bias: Tensor | None = None, key_weight: Tensor | None = None,
+    mask: Tensor | None = None, alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(P, scores) of given lse, with as many heads of lse as of q."""
+    group = q.shape[-3] // k.shape[-3]
+    scores = scores_of(q, k.repeat_interleave(group, -3), bias)
+    away = torch.arange(k.shape[-2], device=q.device) - torch.arange(q.shape[-2], device=q.device)[:, None]
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[..., None, None] * away.abs()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    return p if key_weight is None else p * key_weight.repeat_interleave(group, -2).unsqueeze(-2), scores
+
+
+def map_statistics(**given: Tensor) -> tuple[Tensor, ...]:
+    """Entropy, largest score, sum over queries, and the two largest probabilities of each row."""
+    p, scores = mapped_pairs(**given)
+    logarithm = torch.where(p == 0, 1.0, p).log()
+    return -(p * logarithm).sum(-1), scores.amax(-1), p.sum(-2), p.topk(2, -1).values
+
+
+def forward_laplacian(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None, **given: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, its first derivatives by n coordinates, and the sum of its second ones; of heads that keys share, too."""
+    group, n = q.shape[-3] // k.shape[-3], next((x.shape[0] for name, x in given.items() if "jacobian" in name), 0)
+
+    def rows(name: str, x: Tensor) -> tuple[Tensor, ...]:
+        found = (x, given.get(f"{name}_jacobian"), given.get(f"{name}_laplacian"))
+        found = tuple(
+            x.new_zeros(s) if y is None else y for y, s in zip(found, ((), (n, *x.shape), x.shape), strict=True)
+        )
+        return found if name == "q" else tuple(y.repeat_interleave(group, -3) for y in found)
+
+    (q, dq, lq), (k, dk, lk), (v, dv, lv) = rows("q", q), rows("k", k), rows("v", v)
+    scale = q.shape[-1] ** -0.5
+    scores = scores_of(q, k, bias)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    p = scores.softmax(-1)
+    ds = (dq @ k.mT + q @ dk.mT) * scale
+    ls = (lq @ k.mT + q @ lk.mT + 2 * (dq @ dk.mT).sum(0)) * scale
+    centred = ds - (p * ds).sum(-1, keepdim=True)
+    dp = p * centred
+    lp = (dp * centred - p * (dp * ds).sum(-1, keepdim=True)).sum(0) + p * (ls - (p * ls).sum(-1, keepdim=True))
+    return p @ v, dp @ v + p @ dv, lp @ v + 2 * (dp @ dv).sum(0) + p @ lv
+
+
 def merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     whole = lses.logsumexp(0)
     return ((lses - whole).exp().unsqueeze(-1) * outs).sum(0), whole

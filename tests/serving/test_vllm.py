@@ -280,3 +280,12 @@ def test_vllm_finds_it():
         pytest.skip("flashsci is not installed here (`make serving` installs it)")
     (point,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="flashsci")
     assert point.load() is integration.register
+
+
+@pytest.mark.parametrize(("value", "asked"), [(None, None), ("0", None), ("1", "batch")])
+def test_batch_invariance_is_declared_and_asked_for(value, asked, monkeypatch):
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    assert integration.FlashSciBackend.supports_batch_invariance()
+    assert integration.FlashSciAttention(4, 16, 0.25).deterministic == asked

@@ -33,7 +33,12 @@ def scores_tensors(rows):
 
 def dense():
     needed = {"q": wide(2, 3, 2), "k": wide(2, 4, 2), "v": wide(2, 4, 2)}
-    rows = {"bias": wide(2, 3, 4), "key_weight": wide(2, 4).abs(), "mask": torch.rand(3, 4) > 0.3}
+    rows = {
+        "bias": wide(2, 3, 4),
+        "key_weight": wide(2, 4).abs(),
+        "mask": torch.rand(3, 4) > 0.3,
+        "pair_gate": wide(2, 3, 4),
+    }
     return needed, scores_tensors(rows)
 
 
@@ -51,7 +56,14 @@ def backward():
         "out": out,
         "lse": lse + 4,
     }  # of more keys, as in a ring: P is at most 1
-    return needed, {"dlse": wide(2, 3), **{n: x for n, x in others.items() if n != "sink"}}
+    return needed, {"dlse": wide(2, 3), **{n: x for n, x in others.items() if n not in ("sink", "pair_gate")}}
+
+
+def maps(places=()):
+    needed, others = dense()
+    del needed["v"]
+    rest = {n: x for n, x in others.items() if n not in ("sink", "dropout_seed", "pair_gate")}
+    return {**needed, "lse": wide(2, 3) + 8}, {**rest, **dict(places)}
 
 
 def drops(given):
@@ -60,6 +72,19 @@ def drops(given):
 
 def attention_backward(**given):
     return tuple(x for x in flashsci.attention_backward(**given, **drops(given)) if x is not None)
+
+
+def laplacian():
+    needed, others = dense()
+    halves = {f"{n}_jacobian": wide(2, *x.shape) for n, x in needed.items()}
+    halves |= {f"{n}_laplacian": wide(*x.shape) for n, x in needed.items()}
+    return needed, {**halves, "bias": others["bias"], "mask": others["mask"]}
+
+
+def forward_laplacian(**given):
+    """One tensor that depends on all tensors of the call, each alone too."""
+    found = flashsci.forward_laplacian(**given)
+    return torch.cat([found.jacobian, found.laplacian[None]])
 
 
 # By entry: its needed and its optional tensors, and what calls it.
@@ -71,6 +96,15 @@ CALLS = {
         lambda **x: flashsci.residual_attention(**x, **drops(x)),
     ),
     "attention_backward": (backward, attention_backward),
+    "attention_weights": (
+        lambda: maps({"rows": torch.tensor([2, 0]), "columns": torch.tensor([1, 3, 0])}),
+        lambda backend, **x: flashsci.attention_weights(**x),
+    ),
+    "attention_statistics": (
+        maps,
+        lambda backend, **x: flashsci.attention_statistics(**x, entropy=True).entropy,
+    ),
+    "forward_laplacian": (laplacian, forward_laplacian),
     "merge": (
         lambda: ({"outs": wide(3, 2, 3, 2), "lses": wide(3, 2, 3)}, {}),
         lambda backend, **x: flashsci.merge(**x),
@@ -87,12 +121,11 @@ CALLS = {
         lambda backend, dropout_seed: flashsci.dropout_mask(dropout_seed, 0.5, (2, 3)).int(),
     ),
 }
+DENSE_ALONE = ("attention_backward", "attention_weights", "attention_statistics")  # the calls here
 HAVE = [
     (e, n)
     for e, n in ARGUMENTS
-    if e in CALLS
-    and ENTRIES[e].rules[n] != derivatives.FIXED
-    and not (e == "attention_backward" and n.startswith("cu_seqlens"))  # the calls here are dense
+    if e in CALLS and ENTRIES[e].rules[n] != derivatives.FIXED and not (e in DENSE_ALONE and n.startswith("cu_seqlens"))
 ]
 
 

@@ -18,7 +18,7 @@ MISTAKES = (
     "last key forgotten", "last key forgotten in the backward", "first row sees one key too few",
     "scores times 1.01", "natural exponent for 2", "lse in base 2", "delta without the lse's cotangent",
     "dq without the scale", "wrong key head", "dv from unnormalised P", "bias gradient of one batch entry",
-    "NaN in one place", "one row not written",
+    "NaN in one place", "one row not written", "bias gradient without the slope",
 )  # fmt: skip
 
 # Mistakes that only inputs as models have them show.
@@ -55,6 +55,8 @@ def flash_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
         found["dkey_weight"] = torch.zeros(inputs.key_weight.shape, dtype=inputs.key_weight.dtype)
     if inputs.sink is not None:
         found["dsink"] = torch.zeros(inputs.sink.shape)
+    if inputs.pair_gate is not None:
+        found["dpair_gate"] = torch.zeros(inputs.pair_gate.shape, dtype=inputs.pair_gate.dtype)
     for block in blocks(inputs.to(torch.float32)):
         results = _block(block, dtype, wrong)
         for name, whole in found.items():
@@ -125,16 +127,21 @@ def _block(b, dtype, wrong):
     per_key = lambda x: x.unflatten(-3, (-1, groups)).sum(-3)  # noqa: E731
     scores = b.scale * (b.q @ turn(k))
     tanh = None
-    if b.softcap:
+    visible = b.visible
+    if b.softcap and not b.caps_bias:
         tanh = torch.tanh(scores / b.softcap)
         scores = b.softcap * tanh
     if b.bias is not None:
         scores = scores + b.bias
+        visible = visible & (b.bias > -math.inf)
     if b.alibi is not None:
         scores = scores + b.alibi
+    if b.caps_bias:
+        tanh = torch.tanh(scores / b.softcap)
+        scores = b.softcap * tanh
     if wrong == "scores times 1.01":
         scores = scores * 1.01
-    scores = scores.masked_fill(~b.visible, -math.inf)
+    scores = scores.masked_fill(~visible, -math.inf)
     bare_scores = scores
     if b.key_weight is not None:
         # Subnormal weights count as zero.
@@ -197,7 +204,9 @@ def _block(b, dtype, wrong):
     }
     if wrong == "one row not written" and out.numel():
         results["out"] = torch.cat([torch.zeros_like(out[..., :1, :]), out[..., 1:, :]], -2)
+    of_products = ds if tanh is None else ds * (1 - tanh * tanh)
     if b.bias is not None:
+        ds = of_products if b.caps_bias and wrong != "bias gradient without the slope" else ds
         part = (
             ds * (torch.arange(len(ds)).view(-1, *(1,) * (ds.dim() - 1)) == 0)
             if (wrong == "bias gradient of one batch entry")
@@ -207,10 +216,12 @@ def _block(b, dtype, wrong):
     if b.sink is not None:
         of_sink = torch.where(lse == -math.inf, 0.0, torch.exp(b.sink - lse))
         results["dsink"] = -(of_sink * delta).movedim(-3, 0).flatten(1).sum(1)
+    if b.gate is not None:
+        of_gate = p * b.dropped * (b.dout @ turn(v))
+        results["dpair_gate"] = of_gate.sum_to_size(b.gate.shape)
     if b.key_weight is not None:
         results["dkey_weight"] = terms.sum_to_size(b.key_weight.shape)
-    if tanh is not None:
-        ds = ds * (1 - tanh * tanh)
+    ds = of_products
     ds = _parts(ds) if dtype == torch.float32 else low(ds)
     results["dq"] = (1 if wrong == "dq without the scale" else b.scale) * (ds @ k)
     results["dk"] = per_key(b.scale * (turn(ds) @ b.q))
@@ -239,8 +250,9 @@ def second_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     tq, tk, tv, tbias = (b.tangents[n] for n in ("tq", "tk", "tv", "tbias"))
     tv = torch.zeros_like(tv) if wrong == "tv forgotten" else tv
     raw = b.scale * (q @ turn(k))
+    raw = raw + b.bias if b.caps_bias else raw
     tanh = torch.tanh(raw / b.softcap) if b.softcap else torch.zeros_like(raw)
-    scores = (b.softcap * tanh if b.softcap else raw) + b.bias
+    scores = (b.softcap * tanh if b.softcap else raw) + (0 if b.caps_bias else b.bias)
     scores = scores.masked_fill(~b.visible, -math.inf)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     p = torch.exp(scores - lse)
@@ -250,8 +262,9 @@ def second_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     slope = 1 - tanh * tanh
     t_raw = tq @ turn(k) + q @ turn(tk)
     t_raw = t_raw if wrong == "tangent without the scale" else b.scale * t_raw
-    t = slope * t_raw
-    t = t if wrong == "bias tangent forgotten" else t + tbias
+    tbias = 0 * tbias if wrong == "bias tangent forgotten" else tbias
+    t_raw = t_raw + tbias if b.caps_bias else t_raw
+    t = slope * t_raw + (0 if b.caps_bias else tbias)
     mean = row(p * t)
     w = p * (t if wrong == "mean not subtracted" else t - mean)
     tout = low(w * keep) @ v + low(p * keep) @ tv
@@ -263,7 +276,9 @@ def second_like(inputs: Inputs, wrong: str | None = None) -> dict[str, Tensor]:
     e = p * (keep * (dout @ turn(v)) - delta)
     f = e * (t - mean) + p * (keep * (dout @ turn(tv)) - zeta)
     bend = 0 * tanh if not b.softcap or wrong == "softcap not bent" else -2 / b.softcap * tanh * slope
-    e_raw, f_raw = low(e * slope), low(f * slope + bend * t_raw * e)
+    e_raw, f_raw = e * slope, f * slope + bend * t_raw * e
+    f = f_raw if b.caps_bias else f
+    e_raw, f_raw = low(e_raw), low(f_raw)
     gq, gk = f_raw @ k, turn(f_raw) @ q
     gq = gq if wrong == "E tk forgotten" else gq + e_raw @ tk
     gk = gk if wrong == "E tq forgotten" else gk + turn(e_raw) @ tq

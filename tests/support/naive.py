@@ -11,7 +11,7 @@ from torch import Tensor
 
 def naive(
     q, k, v, *, bias=None, key_weight=None, mask=None, causal=False, window=None, align="upper_left", scale=None, softcap=None,
-    keep=None, dropout_p=0.0, alibi_slopes=None, sink=None,
+    keep=None, dropout_p=0.0, alibi_slopes=None, sink=None, softcap_at="scores", pair_gate=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of q [..., Hq, Sq, D], k [..., Hk, Sk, D], v [..., Hk, Sk, Dv], differentiable.
 
@@ -21,6 +21,7 @@ def naive(
         out, lse = naive(
             q[None], k[None], v[None], bias=bias, key_weight=key_weight, mask=mask, causal=causal, window=window, align=align,
             scale=scale, softcap=softcap, keep=keep, dropout_p=dropout_p, alibi_slopes=alibi_slopes, sink=sink,
+            softcap_at=softcap_at, pair_gate=pair_gate,
         )  # fmt: skip
         return out[0], lse[0]
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
@@ -31,6 +32,7 @@ def naive(
     w = None if key_weight is None else key_weight.expand(*lead, k.shape[-3], seq_k)
     mask = None if mask is None else mask.expand(full)
     keep = None if keep is None else keep.expand(full)
+    gate = None if pair_gate is None else pair_gate.expand(full)
     slopes = None if alibi_slopes is None else alibi_slopes.expand(full[:-2])
     left, right = window or (None, None)
     shift = seq_k - seq_q if align == "lower_right" else 0
@@ -48,7 +50,7 @@ def naive(
             if mask is not None and not mask[(*place, j)]:
                 continue
             score = torch.dot(q[place], k[(*key_head, j)]) * (q.shape[-1] ** -0.5 if scale is None else scale)
-            if softcap:
+            if softcap and softcap_at == "scores":
                 score = softcap * torch.tanh(score / softcap)
             if bias is not None:
                 if bias[(*place, j)] == -math.inf:
@@ -56,6 +58,8 @@ def naive(
                 score = score + bias[(*place, j)]
             if slopes is not None:
                 score = score - slopes[(*batch, h)] * abs(away)
+            if softcap and softcap_at == "biased":
+                score = softcap * torch.tanh(score / softcap)
             terms.append((j, score))
         # Beside a sink, a weight of zero has a gradient in every row.
         joined = bool(terms) and sink is not None and sink[h] > -math.inf
@@ -74,6 +78,7 @@ def naive(
         out = q.new_zeros(v.shape[-1])
         for a, (j, score) in zip(weight, terms, strict=True):
             factor = 1.0 if keep is None else float(keep[(*place, j)]) / (1 - dropout_p)
+            factor = factor if gate is None else factor * gate[(*place, j)]
             out = out + factor * a * torch.exp(score - lse) * v[(*key_head, j)]
         outs.append(out)
         lses.append(lse)

@@ -133,6 +133,26 @@ def jvp(tangents, saved):
     return tout, m
 
 
+def second_jvp(first, second, mixed, first_lse, second_lse, saved):
+    tensors, out, lse, scalars = saved
+    c = _call(tensors, scalars)
+    p, bare = c.p(lse), c.bare(lse)
+    aq, ak, av, araw, a, aw, _, _ = _tangent(c, lse, *first, out)
+    bq, bk, bv, braw, b, bw, _, _ = _tangent(c, lse, *second, out)
+    _, _, xv, xraw, *_ = _tangent(c, lse, *mixed, out)
+    raw = xraw + c.scale * (aq @ bk.mT + bq @ ak.mT)
+    rate = raw
+    if c.tanh is not None:
+        slope = 1 - c.tanh**2
+        rate = raw * slope - 2 / c.softcap * c.tanh * slope * araw * braw
+    rate = rate if mixed.bias is None else rate + mixed.bias
+    weights = [torch.zeros(()) if t.key_weight is None else c.per_head(t.key_weight) for t in (first, second, mixed)]
+    terms = p * (rate + a * b) + bare * (weights[0] * b + weights[1] * a + weights[2])
+    m = terms.sum(-1)
+    moved = terms - p * m.unsqueeze(-1)
+    return moved @ c.v + aw @ bv + bw @ av + p @ xv, m
+
+
 def double_backward(tangents, dout, dlse, saved, need):
     tensors, out, lse, scalars = saved
     c = _call(tensors, scalars)
@@ -162,10 +182,10 @@ _OPS = {}
 
 
 def define() -> dict:
-    """The four ops, once: what replaces the functions of a backend's module."""
+    """The ops, once: what replaces the functions of a backend's module."""
     if _OPS:
         return _OPS
-    for kernel in (forward, backward, jvp, double_backward):
+    for kernel in (forward, backward, jvp, second_jvp, double_backward):
         name = kernel.__name__
         _OPS[name] = ops.define("opaque", name, kernel, ("CPU",))
     return _OPS

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from flashsci.backends import reference
+from flashsci.call.laplacian import computed
+from flashsci.call.laplacian_tensors import LaplacianTensors
 from flashsci.call.ops import Scalars, Tensors
 
 Arguments = dict[str, Any]
@@ -91,7 +93,7 @@ class Draw:
 
 OPTIONS = {
     "max_seqlen_q": -1, "max_seqlen_k": -1, "scale": 0.25, "softcap": 3.0, "window_left": 4, "window_right": 3,
-    "lower_right": True, "dropout_p": 0.0, "precision": "default", "deterministic": False,
+    "lower_right": True, "dropout_p": 0.0, "precision": "default", "deterministic": False, "caps_bias": False,
 }  # fmt: skip
 RAW = [
     "q",
@@ -105,6 +107,7 @@ RAW = [
     "bias_offsets",
     "dropout_seed",
     "alibi_slopes",
+    "mask_tiles",
 ]
 
 
@@ -127,6 +130,47 @@ def dense(device: str, dropout: bool = False) -> Arguments:
         | OPTIONS
         | {n: x for n, x in given.items() if n in OPTIONS}
     )
+
+
+def tiled(device: str) -> Arguments:
+    """A dense call whose mask has a table of its tiles."""
+    given = dense(device)
+    return given | {"mask_tiles": torch.ops.flashsci.triton_mask_tiles(given["mask"])}
+
+
+def capped(device: str) -> Arguments:
+    """A dense call whose softcap bounds bias and ALiBi, too."""
+    return dense(device) | {"caps_bias": True}
+
+
+def mask_alone(device: str) -> Arguments:
+    return {"mask": Draw(device)(2, 1, 70, 130) > 0}
+
+
+def table_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """The table of a mask, by its definition: kinds of tiles, lists in both directions, the places of the bits of all tiles,
+    zeros up to a multiple of 128, bits."""
+    mask = given["mask"].cpu()
+    rows, keys = (-(-n // 64) for n in mask.shape[-2:])
+    padded = torch.zeros(*mask.shape[:-2], 64 * rows, 64 * keys, dtype=torch.int64)
+    padded[..., : mask.shape[-2], : mask.shape[-1]] = mask
+    whole = torch.ones_like(padded)
+    whole[..., : mask.shape[-2], : mask.shape[-1]] = mask
+    tiles, full = (x.unflatten(-1, (keys, 64)).unflatten(-3, (rows, 64)) for x in (padded, whole))
+    kinds = tiles.amax((-3, -1)) + full.amin((-3, -1)) * tiles.amax((-3, -1))
+    found = []
+    for of_lines in (kinds, kinds.mT):
+        count = of_lines.shape[-1]
+        listed = (of_lines > 0).long()
+        before = torch.nn.functional.pad(listed.cumsum(-1), (1, 0))
+        order = torch.argsort(1 - listed, dim=-1, stable=True)
+        entries = torch.where(of_lines > 0, 2 * torch.arange(count) + of_lines // 2, 0).gather(-1, order)
+        found += [before.flatten(-2), entries.flatten(-2)]
+    found.append(torch.arange(rows * keys).expand_as(kinds.flatten(-2)))
+    found.append(torch.zeros(*kinds.shape[:-2], -sum(x.shape[-1] for x in found) % 128, dtype=torch.int64))
+    words = (tiles.transpose(-3, -2).unflatten(-1, (2, 32)) << torch.arange(32)).sum(-1)
+    table = torch.cat([*found, words.flatten(-4)], -1).unsqueeze(-2)
+    return (table.to(torch.int32).to(given["mask"].device),)
 
 
 def packed(device: str) -> Arguments:
@@ -176,19 +220,39 @@ def backward_of(given: Arguments, dtype: torch.dtype) -> Results:
 
 
 def jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
-    leaves, function = _differentiable(given, dtype)
+    return _jvp(*_differentiable(given, dtype), given, dtype)
+
+
+def _jvp(leaves: dict[str, Tensor], function: Callable[..., Results], given: Arguments, dtype: torch.dtype) -> Results:
     along = [torch.zeros_like(x) if given[f"t{n}"] is None else given[f"t{n}"].to(dtype) for n, x in leaves.items()]
     values = [x.detach() for x in leaves.values()]
     return torch.autograd.functional.jvp(function, tuple(values), tuple(along))[1]
 
 
+def second_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
+    leaves, function = _differentiable(given, dtype)
+    first, second, mixed = (
+        tuple(
+            torch.zeros_like(x) if given[f"{p}{n}"] is None else given[f"{p}{n}"].to(dtype) for n, x in leaves.items()
+        )
+        for p in DIRECTIONS
+    )
+    values, count = tuple(x.detach() for x in leaves.values()), len(leaves)
+    along = lambda *at: torch.func.jvp(function, at[:count], at[count:])[1]  # noqa: E731
+    return torch.func.jvp(along, (*values, *first), (*second, *mixed))[1]
+
+
 def double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
-    leaves = {
-        n: given[n].to(dtype).detach().requires_grad_() for n in (*LEARNT, "dout", "dlse") if given[n] is not None
-    }
+    return _double_backward(given, dtype, LEARNT, forward_of)
+
+
+def _double_backward(
+    given: Arguments, dtype: torch.dtype, names: tuple[str, ...], forward: Callable[..., Results]
+) -> Results:
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in (*names, "dout", "dlse") if given[n] is not None}
     values = given | leaves
-    out, lse = forward_of(values, dtype)
-    inner = [n for n in LEARNT if n in leaves]
+    out, lse = forward(values, dtype)
+    inner = [n for n in names if n in leaves]
     for n, x in (("dout", out), ("dlse", lse)):
         if n not in leaves:
             leaves[n] = torch.zeros_like(x).requires_grad_()
@@ -200,7 +264,7 @@ def double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
     )
     grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     by_name = dict(zip(leaves, grads, strict=True))
-    return tuple(by_name.get(n) if given["need"] >> i & 1 else None for i, n in enumerate((*LEARNT, "dout", "dlse")))
+    return tuple(by_name.get(n) if given["need"] >> i & 1 else None for i, n in enumerate((*names, "dout", "dlse")))
 
 
 def with_results(given: Arguments) -> None:
@@ -209,6 +273,15 @@ def with_results(given: Arguments) -> None:
     given["out"], given["lse"] = out.to(given["q"].dtype), lse.float()
 
 
+def with_tangents(given: Arguments) -> None:
+    """out and lse as the forward leaves them, and the tangents of lse along two directions."""
+    with_results(given)
+    for prefix in DIRECTIONS[:2]:
+        along = {f"t{n}": given[f"{prefix}{n}"] for n in LEARNT}
+        given[f"{prefix}lse"] = jvp_of(given | along, torch.float64)[1].float()
+
+
+DIRECTIONS = ("t", "u", "tu")  # the first, the second, and of the first along the second
 SECOND = (*(f"t{n}" for n in LEARNT), "dout", "dlse")
 
 
@@ -217,13 +290,86 @@ def saved(base: Callable[[str], Arguments], op: str, device: str) -> Arguments:
     r.generator.manual_seed(6)
     with_results(given)
     given |= {"dout": r(*given["out"].shape), "dlse": r(*given["lse"].shape)}
-    given |= {f"t{n}": None if given[n] is None else r(*given[n].shape) for n in LEARNT}
+    for prefix in DIRECTIONS if op == "second_jvp" else DIRECTIONS[:1]:
+        given |= {f"{prefix}{n}": None if given[n] is None else r(*given[n].shape) for n in LEARNT}
+    if op == "second_jvp":
+        with_tangents(given)
     given["need"] = 31 if op == "backward" else 127
     return in_order(f"triton_{op}", given)
 
 
 def in_order(op: str, given: Arguments) -> Arguments:
     return {a.name: given[a.name] for a in schema_of(op).arguments}
+
+
+# --- attention maps -------------------------------------------------------------------------------
+
+
+def map_of(base: Callable[[str], Arguments], label: str, device: str) -> Arguments:
+    """The reductions of a map: all three, or the sum over queries alone."""
+    given = base(device)
+    with_results(given)
+    rows = label != "sums"
+    given |= {"entropy": rows, "largest_score": rows, "key_sum": True}
+    return in_order("triton_map_statistics", given)
+
+
+def map_results(given: Arguments) -> None:
+    """The lse as the forward leaves it."""
+    whole = dict.fromkeys(RAW) | OPTIONS | given | {"v": given["k"]}
+    with_results(whole)
+    given["lse"] = whole["lse"]
+
+
+def reductions_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """Entropy, largest score and sum over queries by the formula, each sequence of a packed call by itself."""
+    if given["cu_seqlens_q"] is None:
+        found = _reductions(given, dtype)
+    else:
+        edges, others = given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()
+        parts = []
+        for n in range(len(edges) - 1):
+            rows, keys = slice(edges[n], edges[n + 1]), slice(others[n], others[n + 1])
+            lengths = rows.stop - rows.start, keys.stop - keys.start
+            start = int(given["bias_offsets"][n])
+            bias = given["bias"][:, start : start + lengths[0] * lengths[1]].unflatten(-1, lengths)
+            part = {"q": given["q"][:, rows], "k": given["k"][:, keys], "lse": given["lse"][:, rows], "bias": bias}
+            parts.append(_reductions(given | part, dtype))
+        found = tuple(torch.cat(x, -1) for x in zip(*parts, strict=True))
+    asked = given["entropy"], given["largest_score"], given["key_sum"]
+    return tuple(x if need else None for x, need in zip(found, asked, strict=True))
+
+
+def _reductions(given: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, lse = (given[n].to(dtype) for n in ("q", "k", "lse"))
+    group = q.shape[-3] // k.shape[-3]
+    s = q @ k.repeat_interleave(group, -3).mT * given["scale"]
+    if given["softcap"]:
+        s = given["softcap"] * torch.tanh(s / given["softcap"])
+    if given["bias"] is not None:
+        s = s + given["bias"].to(dtype)
+    rows, keys = s.shape[-2:]
+    shift = keys - rows if given["lower_right"] else 0
+    away = torch.arange(keys, device=s.device) - torch.arange(rows, device=s.device)[:, None] - shift
+    if given["alibi_slopes"] is not None:
+        s = s - given["alibi_slopes"].to(dtype)[..., None, None] * away.abs()
+    hidden = [] if given["mask"] is None else [~given["mask"]]
+    for side, far in ((given["window_left"], -away), (given["window_right"], away)):
+        if side >= 0:
+            hidden.append(far > side)
+    for where in hidden:
+        s = s.masked_fill(where, -torch.inf)
+    p = _exp(s, lse)
+    if given["key_weight"] is not None:
+        weights = given["key_weight"].to(dtype).expand(*k.shape[:-1])
+        p = p * weights.repeat_interleave(group, -2).unsqueeze(-2)
+    return torch.special.entr(p).sum(-1), s.amax(-1), p.sum(-2)
+
+
+def _exp(s: Tensor, lse: Tensor) -> Tensor:
+    """exp(s - lse), zero in rows without keys."""
+    empty = (lse == -torch.inf).unsqueeze(-1)
+    return (s - lse.unsqueeze(-1).masked_fill(empty, 0)).exp().masked_fill(empty, 0)
 
 
 # --- paged --------------------------------------------------------------------------------------
@@ -309,6 +455,26 @@ def tokens_of(given: Arguments, dtype: torch.dtype) -> Results:
     return tuple(found)
 
 
+# --- the forward Laplacian ----------------------------------------------------------------------
+
+
+def laplacian(device: str, keys: int) -> Arguments:
+    r = Draw(device)
+    q, k, v = r(2, 4, 5, 16), r(2, 2, keys, 16), r(2, 2, keys, 8)
+    rows = {"q": q, "k": k, "v": v}
+    given = rows | {f"{n}_jacobian": r(3, *x.shape) for n, x in rows.items()}
+    given |= {f"{n}_laplacian": r(*x.shape) for n, x in rows.items()}
+    given |= {"bias": r(2, 4, 5, keys), "mask": r(1, 1, 5, keys) > -1, "scale": 0.25}
+    return in_order("triton_forward_laplacian", given)
+
+
+def laplacian_of(given: Arguments, dtype: torch.dtype) -> Results:
+    *tensors, scale = given.values()
+    return computed(
+        LaplacianTensors(*(x if x is None or x.dtype is torch.bool else x.to(dtype) for x in tensors)), scale
+    )
+
+
 # --- 8-bit floats, residual, distributed --------------------------------------------------------
 
 E4M3 = torch.float8_e4m3fn
@@ -386,6 +552,53 @@ def residual_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
     return *found[:3], found[3] if given["need_bias"] else None
 
 
+GATED = (*LEARNT, "pair_gate")
+
+
+def gate(device: str, what: str, dropout: bool = False) -> Arguments:
+    given, r = dense(device, dropout), Draw(device)
+    r.generator.manual_seed(8)
+    given |= {"pair_gate": r(2, 1, 5, 7), "need": 255 if what == "double_backward" else 63}
+    if what != "forward":
+        gated_results(given)
+        given |= {"dout": r(2, 4, 5, 8), "dlse": r(2, 4, 5)}
+        given |= {f"t{n}": r(*given[n].shape) for n in GATED}
+    return in_order(f"triton_gated_{what}", given)
+
+
+def gated_of(given: Arguments, dtype: torch.dtype) -> Results:
+    scalars = Scalars(*(given[n] for n in OPTIONS))
+    return reference.forward(tensors_of(given, dtype), scalars, None, given["pair_gate"].to(dtype))
+
+
+def gated_results(given: Arguments) -> None:
+    out, lse = gated_of(given, torch.float64)
+    given |= {"out": out.to(given["q"].dtype), "lse": lse.float()}
+
+
+def gated_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in GATED if given[n] is not None}
+    out, lse = gated_of(given | leaves, dtype)
+    pairs = [(x, given[n]) for x, n in ((out, "dout"), (lse, "dlse")) if given[n] is not None]
+    found = dict.fromkeys(leaves)
+    if pairs:
+        ends, along = [x for x, _ in pairs], [g.to(dtype) for _, g in pairs]
+        of = torch.autograd.grad(ends, list(leaves.values()), along, allow_unused=True, materialize_grads=True)
+        found = dict(zip(leaves, of, strict=True))
+    else:
+        found = {n: torch.zeros_like(x) for n, x in leaves.items()}
+    return tuple(found.get(n) if given["need"] >> i & 1 else None for i, n in enumerate(GATED))
+
+
+def gated_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
+    leaves = {n: given[n].to(dtype).detach().requires_grad_() for n in GATED if given[n] is not None}
+    return _jvp(leaves, lambda *values: gated_of(given | dict(zip(leaves, values, strict=True)), dtype), given, dtype)
+
+
+def gated_double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    return _double_backward(given, dtype, GATED, gated_of)
+
+
 def across(op: str, device: str) -> Arguments:
     """Of a group of one rank."""
     import torch.distributed as dist
@@ -446,19 +659,41 @@ def _saved(base: Callable[[str], Arguments], op: str) -> Callable[[str], Argumen
     return lambda device: saved(base, op, device)
 
 
+def _mapped(base: Callable[[str], Arguments], label: str) -> Callable[[str], Arguments]:
+    return lambda device: map_of(base, label, device)
+
+
 def _triton() -> Iterator[Right]:
-    bases = {"dense": dense, "dropout": _of(dense, True), "packed": packed}
-    truths = {"backward": backward_of, "jvp": jvp_of, "double_backward": double_backward_of}
+    bases = {"dense": dense, "capped": capped, "tiles": tiled, "dropout": _of(dense, True), "packed": packed}
+    yield Right("triton_mask_tiles", "mask", mask_alone, table_of)
+    truths = {
+        "backward": backward_of,
+        "jvp": jvp_of,
+        "second_jvp": second_jvp_of,
+        "double_backward": double_backward_of,
+    }
     for label, base in bases.items():
         if label == "dropout":  # of the second order its checks are those of the first
             truths = {"backward": backward_of}
         loose = LENGTHS if label == "packed" else frozenset()
         yield Right("triton_forward", label, lambda device, base=base: in_order("triton_forward", base(device)), forward_of, loose=loose)  # fmt: skip
         for op, truth in truths.items():
-            yield Right(f"triton_{op}", label, _saved(base, op), truth, loose=loose, refresh=with_results)
+            refresh = with_tangents if op == "second_jvp" else with_results
+            yield Right(f"triton_{op}", label, _saved(base, op), truth, loose=loose, refresh=refresh)
+    for label, base in (("dense", dense), ("sums", dense), ("packed", packed)):
+        yield Right("triton_map_statistics", label, _mapped(base, label), reductions_of, loose=LENGTHS if label == "packed" else frozenset(), refresh=map_results)  # fmt: skip
+    for label, dropout in (("dense", False), ("dropout", True)):
+        yield Right("triton_gated_forward", label, _of(gate, "forward", dropout), gated_of)
+        yield Right(
+            "triton_gated_backward", label, _of(gate, "backward", dropout), gated_backward_of, refresh=gated_results
+        )
+    yield Right("triton_gated_jvp", "dense", _of(gate, "jvp"), gated_jvp_of, refresh=gated_results)
+    yield Right("triton_gated_double_backward", "dense", _of(gate, "double_backward"), gated_double_backward_of, refresh=gated_results)  # fmt: skip
     for label, dropout in (("bias", False), ("dropout", True)):
         yield Right("triton_residual_forward", label, _of(residual, False, dropout), residual_of)
         yield Right("triton_residual_backward", label, _of(residual, True, dropout), residual_backward_of, refresh=residual_results)  # fmt: skip
+    for label, keys in (("few keys", 7), ("many keys", 70)):
+        yield Right("triton_forward_laplacian", label, lambda device, keys=keys: laplacian(device, keys), laplacian_of)
 
 
 def _paged(backend: str) -> Iterator[Right]:
@@ -542,7 +777,7 @@ CALLS: tuple[Right, ...] = (
 )  # fmt: skip
 RAISES = ("refuse",)  # whatever they are given
 # Made of torch's own ops, or of others in this table, which check themselves: they hold no pointer.
-PACKED = ("forward", "backward", "jvp", "double_backward")
+PACKED = ("forward", "backward", "jvp", "second_jvp", "double_backward")
 COMPOSED = frozenset(
     (
         "draw_seed",

@@ -2,6 +2,7 @@
 
     python -m tools.choice.drawn reports/bench/h200/drawn-*.jsonl              regret of today's rules, the worst ten
     python -m tools.choice.drawn drawn-1.jsonl drawn-2.jsonl --seeds 2         on the calls of these seeds alone
+    python -m tools.choice.drawn drawn-1.jsonl --chooser predicted             of predicted times after that of the rules
 
 A chooser that is fitted to the calls of some seeds (`of_seeds`) is judged on those of others by `regrets`.
 """
@@ -9,6 +10,7 @@ A chooser that is fitted to the calls of some seeds (`of_seeds`) is judged on th
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -21,7 +23,7 @@ import torch
 from flashsci.api.explain import explain
 from flashsci.call import ops
 from flashsci.call.problem import Problem
-from flashsci.choice import backends, candidates
+from flashsci.choice import backends, candidates, predictions, preferences
 from flashsci.choice.gradients import by_rules, gradients
 from flashsci.testing import DrawnCall
 from tools.bench.drawn import report, ways
@@ -128,6 +130,32 @@ def rules(m: Measured) -> Pair | None:
     return name, gradients(by_rules(name), m.problem, strides=m.takes, anywhere=True).backend
 
 
+def able(m: Measured) -> list[Pair]:
+    """The choices that `auto` may make for a call: backends that can serve it, each with the gradients that it may have."""
+    left_out, found = preferences.untimed(m.problem), []
+    for name in preferences.KNOWN:
+        refused = name == "reference" or name in left_out or not candidates.may_choose(name, m.problem)
+        if refused or candidates.rejects(name, m.problem, anywhere=True) is not None:
+            continue
+        usual = gradients(by_rules(name), m.problem, strides=m.takes, anywhere=True).backend
+        whose = {usual, name} if name in ("cuda", "triton") else {name}
+        found += [(name, other) for other in sorted(filter(None, whose))] if m.problem.requires_grad else [(name, None)]
+    return found
+
+
+def predicted(m: Measured) -> Pair | None:
+    """The choice by predicted times; that of today's rules where these do not decide."""
+    usual = rules(m)
+    found = predictions.times(m.problem, able(m))
+    if not found or usual is None:
+        return usual
+    fastest = min(found, key=found.__getitem__)
+    return usual if found.get(usual, math.inf) <= predictions.MARGIN * found[fastest] else fastest
+
+
+CHOOSERS: dict[str, Chooser] = {"rules": rules, "predicted": predicted}
+
+
 def of_seeds(found: Iterable[Measured], seeds: Collection[int]) -> list[Measured]:
     """The calls of these seeds."""
     return [m for m in found if m.call.seed in seeds]
@@ -167,11 +195,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path, help="files of `bench --suite drawn --json`")
     parser.add_argument("--seeds", default="", help="comma-separated: the calls of these seeds alone")
+    parser.add_argument("--chooser", choices=CHOOSERS, default="rules", help="its regret after that of the rules")
     given = parser.parse_args(arguments)
     found = read(given.records)
     if given.seeds:
         found = of_seeds(found, {int(seed) for seed in given.seeds.split(",")})
-    print(text(regrets(found)))
+    for name in dict.fromkeys(("rules", given.chooser)):
+        decided = sum(predictions.times(m.problem, able(m)) is not None for m in found) if name == "predicted" else 0
+        print(f"{name}{f', with predictions of {decided} of {len(found)} calls' if name == 'predicted' else ''}")
+        print(text(regrets(found, CHOOSERS[name])))
     return 0
 
 

@@ -94,6 +94,7 @@ def problem_of(case: dict[str, Any], capability: tuple[int, int] | None, on_gpu:
         seq_q=lens["total"] if lens else case["Sq"], seq_k=lens["total"] if lens else case["Sk"],
         varlen=bool(lens), ragged_bias=bool(lens and bias), bias_shape=shape, bias_dtype=bias_dtype if bias else None,
         bias_grad=wanted, bias_summed=summed, inner_heads=bool(case.get("bias_layout")), mask="mask" in case,
+        mask_by_query="mask" in case and case["mask"][-2] > 1,
         window_left=left, window_right=0 if case.get("causal") else right, requires_grad=order > 0,
     )  # fmt: skip
 

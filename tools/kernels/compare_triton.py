@@ -28,7 +28,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OPERATIONS = ("forward", "backward", "jvp", "double_backward")
+OPERATIONS = ("forward", "backward", "jvp", "second_jvp", "double_backward")
 FIRST_ORDER = ("forward", "backward")
 MEASURES = ("registers", "stack", "shared")  # spills live on the stack
 
@@ -67,6 +67,8 @@ def calls(architecture: int):
     yield "transposed bias", main, (64, 64), {"bias": pair, "bias_transposed": True}, FIRST_ORDER
     yield "mask of pairs", main, (64, 64), {"mask": pair}, FIRST_ORDER
     yield "mask of keys", main, (64, 64), {"mask": keys}, FIRST_ORDER
+    yield "tiles of a mask", main, (64, 64), {"mask": pair, "tiles": True} | causal, OPERATIONS
+    yield "tiles of a mask of keys", main, (64, 64), {"mask": keys, "tiles": True}, OPERATIONS
     yield "everything", main, (64, 64), {"bias": shared, "mask": keys, "weight": (2, 2, 300), "softcap": 9.0, "dropout_p": 0.2, "dlse": True} | window, OPERATIONS  # fmt: skip
     yield "weights", main, (64, 64), {"weight": (2, 2, 300)}, OPERATIONS
     yield "weights of 16 bits", main, (128, 128), {"weight": (2, 2, 300), "narrow_weight": True} | causal, OPERATIONS
@@ -96,7 +98,7 @@ def calls(architecture: int):
 
 def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     """Arguments of the raw ops for one call, by operation."""
-    from flashsci.call.ops import Tensors
+    from flashsci.call.ops import Scalars, Tensors
 
     dtype, (head_dim, head_dim_v) = getattr(torch, dtype), dims
     packed = options.get("packed", False)
@@ -106,7 +108,7 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     heads_k = options.get("heads_k", 2)
     k = torch.zeros(*lead, heads_k, seq_k, head_dim, dtype=dtype)
     v = torch.zeros(*lead, heads_k, seq_k, head_dim_v, dtype=dtype)
-    bias = weight = mask = cu = offsets = seed = slopes = None
+    bias = weight = mask = cu = offsets = seed = slopes = table = None
     longest = options.get("longest", -1)
     if packed:
         cu = torch.tensor([0, *range(20, 300, 20), 300], dtype=torch.int32)
@@ -126,12 +128,17 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
         seed = torch.zeros(2, dtype=torch.int64)
     if options.get("alibi"):
         slopes = torch.zeros(options["alibi"])
+    if options.get("tiles") and "mask_tiles" in Tensors._fields:  # an older tree has none
+        from flashsci.call.mask_tiles import table_length
+
+        table = torch.zeros(*mask.shape[:-2], 1, table_length(*mask.shape[-2:]), dtype=torch.int32)
     out = torch.zeros(*q.shape[:-1], head_dim_v, dtype=dtype)
     lse = torch.zeros(q.shape[:-1])
     scalars = (longest, longest, options.get("scale", 0.125), options.get("softcap", 0.0), options.get("window_left", -1),
-               options.get("window_right", -1), False, options.get("dropout_p", 0.0), options.get("precision", "default"), False)  # fmt: skip
-    tensors = (q, k, v, bias, weight, mask, cu, cu, offsets, seed, slopes)
+               options.get("window_right", -1), False, options.get("dropout_p", 0.0), options.get("precision", "default"), False, False)  # fmt: skip
+    tensors = (q, k, v, bias, weight, mask, cu, cu, offsets, seed, slopes, table)
     tensors = tensors[: len(Tensors._fields)]  # an older tree has fewer
+    scalars = scalars[: len(Scalars._fields)]
     given = (*tensors, out, lse, *scalars)
     dlse = lse if options.get("dlse") else None
     tangents = (q, k, v, bias, weight)
@@ -139,6 +146,7 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
         "forward": (*tensors, *scalars),
         "backward": (out, dlse, *given, options.get("need", 31)),
         "jvp": (*tangents, *given),
+        "second_jvp": (*tangents, *tangents, *tangents, lse, lse, *given),
         "double_backward": (*tangents, out, lse, *given, 127),
     }
 
@@ -182,7 +190,8 @@ def launches(architecture: int):
         given = arguments(torch, dtype, dims, options)
         for operation in operations:
             launched.clear()
-            found[f"triton_{operation}"](*given[operation])
+            if f"triton_{operation}" in found:  # an older tree has fewer
+                found[f"triton_{operation}"](*given[operation])
             for place, launch in enumerate(launched):
                 yield f"sm_{architecture} | {name} | {operation} {place}", *launch
 

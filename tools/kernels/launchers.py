@@ -36,6 +36,7 @@ from flashsci.choice import backends
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FOLDERS = ("sm90", "sm80", "sm75", "small")
+ALIBI_SLOPES = 3  # a value of bias_is_fp32 (csrc/include/flashsci_alibi.h)
 NOT_SUPPORTED = 801  # cudaErrorNotSupported: left to an older generation
 
 
@@ -266,9 +267,9 @@ class Build:
         passes = ("forward", "backward")[problem.requires_grad :]  # without a forward: Triton's
         if all((kind, problem.dtype) not in self.functions for kind in passes):
             return f"{self.name} is not compiled for {problem.dtype}"
-        unknown = problem.dropout_p or problem.key_weight or problem.alibi
+        unknown = problem.dropout_p or problem.key_weight or problem.alibi or problem.caps_bias
         if unknown or (problem.varlen and problem.bias):
-            return f"{self.name} has neither dropout, nor key weights, nor ALiBi, nor a packed bias"
+            return f"{self.name} has neither dropout, nor key weights, nor ALiBi, nor a softcap of biased scores, nor a packed bias"
         if self.dims and max(problem.head_dim, problem.head_dim_v) not in self.dims:
             return f"{self.name} was given for head dims {self.dims}"
         return None
@@ -298,7 +299,7 @@ class Build:
 def _options(tensors: Tensors, scalars: Scalars) -> dict[str, Any]:
     """The options of a launch."""
     _, _, _, bias, _, mask, cu_q, cu_k, *_ = tensors
-    max_q, max_k, scale, softcap, left, right, lower_right, _, precision, _ = scalars
+    max_q, max_k, scale, softcap, left, right, lower_right, _, precision, *_ = scalars
     return {
         "bias": bias,
         "mask": mask,

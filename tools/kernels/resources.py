@@ -52,6 +52,7 @@ SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 USED = re.compile(r"Used (\d+) registers")
 # sm80: head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows.
 TILING = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
+ALIBI = re.compile(r"14forward_kernelI\w+TilingI\w+E+Lb[01]ELb1E")
 # sm80 with bias or mask: the same, members, bytes of a bias element (0: anything); 16-byte rows.
 TILING_BIAS_MASK = re.compile(
     r"BiasMaskTilingINS\w?_6TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)EEELi(\d)ELi(\d)EEELb([01])"
@@ -275,6 +276,8 @@ class Kernel:
             if bias_mask is not None:
                 kind = {"0": "any bias or mask", "2": "16-bit bias", "4": "fp32 bias"}[bias_mask[8]]
                 return f"{rows}, {kind}" + (", two members" if bias_mask[7] == "2" else "")
+            if turing is None and ALIBI.search(self.name):
+                return f"{rows}, ALiBi"
             return rows + (", bias or mask" if turing and turing[7] == "1" else "")
         windowed, plain, packed = (x == "1" for x in found.groups()[6:])
         if found[5] == "1":
@@ -450,8 +453,8 @@ class Kernel:
                 if (rows, keys) == largest[1:3]:
                     found.append(device)
             return tuple(found)
-        # One or two stages, by whether two of the latter fit an SM.
-        if TILING_BIAS_MASK.search(self.name) or not vector or dim > 128 or rows <= 64:
+        # One or two stages, by whether two of the latter fit an SM; with ALiBi one.
+        if TILING_BIAS_MASK.search(self.name) or ALIBI.search(self.name) or not vector or dim > 128 or rows <= 64:
             return tuple(SHARED_KIB[self.arch])
         two = 2 * dim * (rows + 4 * keys)
         return tuple(

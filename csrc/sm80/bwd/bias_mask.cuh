@@ -3,8 +3,10 @@
 //
 // A warp's keys are assigned to its rows so that a lane has 2 kM neighbours: row m * 16 + half * 8
 // + g of a block of 16 kM is key g * 2 kM + 2 m + half. Contiguous memory, a row of keys of one
-// query, is then loaded and stored 8 to 16 bytes a lane, and whole sectors a quad.
+// query, is then loaded and stored 8 to 16 bytes a lane, and whole sectors a quad. A bias that is
+// ALiBi is made here from the slope of its head.
 #pragma once
+#include "../../core/alibi.cuh"
 #include "config.cuh"
 #include "warp_mma.cuh"
 
@@ -48,12 +50,27 @@ __device__ __forceinline__ void for_queries(T* start, int64_t row_stride, int qu
   }
 }
 
-// A lane's part of the bias, loaded a step before its use, and of a mask that is the same for all
-// queries.
+// s -= slope |i + shift - j| in this order of keys. slope: in the units of s; ahead: i + shift - j of
+// this lane's first score.
+template <int kM, int kN>
+__device__ __forceinline__ void add_alibi_transposed(float (&s)[kM][kN][4], float slope,
+                                                     int ahead) {
+  const float first = static_cast<float>(ahead);
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) {
+    const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
+    const int further = n * 8 + e % 2 - (m * 2 + e / 2);
+    s[m][n][e] = add_alibi(s[m][n][e], slope, first + static_cast<float>(further));
+  }
+}
+
+// A lane's part of the bias, or a slope, loaded a step before its use, and of a mask that is the same
+// for all queries.
 template <class Op, int kM, int kN>
 struct BiasMaskAhead {
   static constexpr int kKeys = 2 * kM;
-  uint32_t bias[2 * kN][kKeys];  // [query, key]: fp32, or 16 bits, or (vectors) 16-bit pairs
+  uint32_t bias[2 * kN][kKeys];  // [query, key]: fp32, or 16 bits, or (vectors) 16-bit pairs; or in
+                                 // [0, 0] the slope
   uint32_t mask;                 // a byte for each key
 
   // Bytes [first, first + kBytes) of a row as words; kBytes is 2 to 16.
@@ -124,18 +141,21 @@ struct BiasMaskAhead {
                                        int query, int key, int queries, int keys) {
     key = opaque(key);  // an address in a register through the loop costs too much
     const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
-    if (!plan.bias_first) queries = 0;
+    const bool reads_slope = plan.bias_first && has_slopes(bias_mask) && queries > 0;
+    if (!plan.bias_first || has_slopes(bias_mask)) queries = 0;
     for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
       load_bias(bias[c], row, bias_mask, plan, key, exists ? keys : 0);
     });
+    if (reads_slope) bias[0][0] = __ldg(reinterpret_cast<const uint32_t*>(bias_head));
     mask = 0;
     if (bias_mask.mask != nullptr && bias_mask.mask_strides.row == 0)
       mask = load_mask(mask_head, plan, bias_mask.mask_strides.column, key, keys);
   }
 
-  // The product of scores starts from the bias, if no other operation comes between.
+  // The product of scores starts from the bias, if no other operation comes between. distance: i +
+  // shift - j of this lane's first score.
   __device__ __forceinline__ void start(float (&s)[kM][kN][4], const FlashsciBiasMask& bias_mask,
-                                        const BackwardPlan& plan) const {
+                                        const BackwardPlan& plan, int distance) const {
     const auto set = [&](bool fp32, bool vector) {
 #pragma unroll
       for (int i = 0; i < 2 * kN * kKeys; ++i) {
@@ -143,14 +163,18 @@ struct BiasMaskAhead {
         s[j / 2][c / 2][j % 2 * 2 + c % 2] = value(bias[c], j, fp32, vector) * plan.bias_factor;
       }
     };
-    if (!plan.bias_first)
+    if (!plan.bias_first) {
       set_zero(s);
-    else if (bias_mask.bias_is_fp32)
+    } else if (has_slopes(bias_mask)) {
+      set_zero(s);
+      add_alibi_transposed(s, __uint_as_float(bias[0][0]) * plan.bias_factor, distance);
+    } else if (bias_mask.bias_is_fp32) {
       set(true, false);
-    else if (plan.bias_vector)
+    } else if (plan.bias_vector) {
       set(false, true);
-    else
+    } else {
       set(false, false);
+    }
   }
 
   // The terms that are not loaded ahead: the bias after a softcap (or with a scale too small to
@@ -160,9 +184,12 @@ struct BiasMaskAhead {
                                              const BackwardPlan& plan,
                                              const unsigned char* bias_head,
                                              const uint8_t* mask_head, int query, int key,
-                                             int queries, int keys) const {
+                                             int queries, int keys, int distance) const {
     key = opaque(key);  // an address in a register through the loop costs too much
-    if (bias_mask.bias != nullptr && !plan.bias_first) {
+    if (has_slopes(bias_mask)) {
+      if (!plan.bias_first)
+        add_alibi_transposed(s, __ldg(reinterpret_cast<const float*>(bias_head)), distance);
+    } else if (bias_mask.bias != nullptr && !plan.bias_first) {
       const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
       for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
         uint32_t word[kKeys];

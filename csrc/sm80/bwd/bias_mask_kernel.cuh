@@ -1,7 +1,7 @@
 // The backward of kernel.cuh with a bias or a mask, or with rows that take no 16-byte copies.
 //
-// Maths     As in kernel.cuh, with the bias added to S and -inf for hidden scores; dS is also the
-//           gradient of a bias that has an element for every pair.
+// Maths     As in kernel.cuh, with the bias (or ALiBi's) added to S and -inf for hidden scores; dS
+//           is also the gradient of a bias that has an element for every pair.
 // Roles     As in kernel.cuh. Keys are assigned to the rows of a warp so that a lane has neighbours
 //           (bias_mask.cuh).
 // Shared    As in kernel.cuh, plus all pointers: the loop has no registers for them
@@ -142,13 +142,15 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
     const uint32_t k_left =
         k_tile + warp_k * C::kKeys * T::kRowBytes + lane_by_rows<C::kHeadDim>(opaque(lane));
     const uint32_t right = q_stage + lane_by_chunks<C::kHeadDim>(lane) + step * T::kRowBytes;
-    ahead.start(s, p.bias_mask, plan);
+    const int distance =
+        first_column(query) - first_key() + (p.lower_right != 0 ? keys - queries : 0);
+    ahead.start(s, p.bias_mask, plan, distance);
     multiply_rows<Op, C::kHeadDim>(s, k_left, right);
     this->start_dp(dp, statistics);
     multiply_rows<Op, C::kHeadDim>(dp, k_left + kFromK, right + kFromQ);
     modify_scores(s, dp, plan.scores);
     ahead.apply_rest(s, p.bias_mask, plan, bias_of(member), mask_of(member), first_column(query),
-                     first_key(), queries, keys);
+                     first_key(), queries, keys, distance);
     if (!this->all_seen(query))
       mask_transposed(s, window, opaque(first_key()), first_column(query));
     this->exponentiate(s, dp, statistics);

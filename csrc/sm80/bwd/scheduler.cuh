@@ -1,6 +1,7 @@
 // The work of a CTA that owns keys. If the main loop has no register to spare for pointers, the
 // first warp finds it and keeps it in shared memory.
 #pragma once
+#include "../../core/alibi.cuh"
 #include "../../ptx/shared.cuh"
 #include "config.cuh"
 
@@ -112,6 +113,8 @@ struct alignas(128) KeyTileWork {
     const int size = p.bias_mask.bias_is_fp32 ? 4 : 2;
     bias = static_cast<const unsigned char*>(p.bias_mask.bias) +
            place.offset(p.bias_mask.bias_strides, head) * size;
+    if (has_slopes(p.bias_mask) && p.cu_seqlens_q != nullptr)  // never read if of no sequence
+      bias += (found.segment - 1) * p.bias_mask.bias_strides.batch0 * size;
     mask = p.bias_mask.mask + place.offset(p.bias_mask.mask_strides, head);
     dbias = static_cast<unsigned char*>(p.dbias) + place.offset(p.dbias_strides, head) * size;
     before = window.before, after = window.after;

@@ -100,6 +100,7 @@ struct BackwardRows {
 // The rows that a CTA owns, of a packed sequence or of a dense one.
 struct OwnRows {
   int tile, first_row, rows, first_column, columns;
+  int sequence;  // its index; 0 of dense calls
 };
 
 // A warp of the CTA: the gradients of its rows, and its part of the copies and of the conversions.
@@ -214,7 +215,7 @@ struct BackwardWarp {
   }
   __device__ __forceinline__ BiasMaskOfHead<kKeys> bias_mask(int of_group) const {
     return BiasMaskOfHead<kKeys>(p.bias_mask, plan.bias_mask, place, first_head + of_group,
-                                 own.rows, own.columns);
+                                 own.rows, own.columns, p.lower_right != 0, own.sequence);
   }
   __device__ __forceinline__ void load_bias_mask(Position at) {
     if constexpr (kHasBiasMask)
@@ -441,10 +442,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                                                                p.num_seqs, p.seq_k, p.seq_q)
                                     : find_tile<C::kBlockRows>(slot, p.cu_seqlens_q, p.cu_seqlens_k,
                                                                p.num_seqs, p.seq_q, p.seq_k);
-    own = {work.tile, work.first_q, work.seq_q, work.first_k, work.seq_k};
+    own = {work.tile, work.first_q, work.seq_q, work.first_k, work.seq_k, work.segment - 1};
   } else {
     own.tile = static_cast<int>(!kKeys && p.window_right >= 0 ? tiles - 1 - slot : slot);
-    own.first_row = own.first_column = 0;
+    own.first_row = own.first_column = own.sequence = 0;
     own.rows = kKeys ? p.seq_k : p.seq_q, own.columns = kKeys ? p.seq_q : p.seq_k;
   }
   const int tile_row = own.tile * C::kBlockRows;

@@ -296,6 +296,18 @@ struct ShortWarp {
   }
   __device__ __forceinline__ void add_bias(Scores& s, int n, int row, int member) const {
     const FlashsciScoreStrides& strides = p.bias_mask.bias_strides;
+    if (has_slopes(p.bias_mask)) {
+      const float slope =
+          __ldg(static_cast<const float*>(p.bias_mask.bias) + offset_of_pairs(strides, member));
+      const int ahead = row - lane_key + (p.lower_right != 0 ? p.seq_k - p.seq_q : 0);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int further = i % 2 - (i / 4 * 2 + i % 4 / 2);
+        s[i / 4][n][i % 4] =
+            add_alibi(s[i / 4][n][i % 4], slope, static_cast<float>(ahead + further));
+      }
+      return;
+    }
     float4 bias[2];
     load_four_keys(bias,
                    static_cast<const float*>(p.bias_mask.bias) + offset_of_pairs(strides, member) +

@@ -12,6 +12,7 @@
 //           tile where 5 would do: the price of bitwise equal runs. Ordered additions would save
 //           it, but a CTA would wait for others, up to a whole grid's skew.
 #pragma once
+#include "../../core/alibi.cuh"
 #include "../../core/bias_mask.cuh"
 #include "../../core/poison.cuh"
 #include "../../core/row_statistics.cuh"
@@ -86,13 +87,15 @@ struct QueryWarp {
   const uint32_t v_tile = ptx::shared_address(shared.v);
   const uint32_t q_left = q_tile + warp * C::kRows * T::kRowBytes + lane_by_rows<C::kHeadDim>();
   const uint32_t dout_left = q_left + (dout_tile - q_tile);
-  const BiasMaskView view{p.bias_mask, place.batch0, place.batch1, place.head};
+  BiasMaskView view{p.bias_mask, place.batch0, place.batch1, place.head};
   Sums& dq;
 
   __device__ __forceinline__ QueryWarp(const FlashsciBackwardParams& p_, const BackwardPlan& plan_,
                                        QueryShared<C>& shared_, const TileCoord& place_,
                                        const TileOfSequence& work_, Sums& dq_)
-      : p(p_), plan(plan_), shared(shared_), place(place_), work(work_), dq(dq_) {}
+      : p(p_), plan(plan_), shared(shared_), place(place_), work(work_), dq(dq_) {
+    if (has_slopes(p.bias_mask)) view.bias = nullptr;
+  }
 
   template <int kRows>
   __device__ __forceinline__ void load(uint32_t target, const void* data,
@@ -156,6 +159,13 @@ struct QueryWarp {
     multiply_rows<Op, C::kHeadDim>(dp, dout_left, v_rows + lane_by_chunks<C::kHeadDim>());
     modify_scores(s, dp, plan.scores);
     const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
+    if (has_slopes(p.bias_mask)) {
+      const float slope = p.cu_seqlens_q != nullptr
+                              ? slope_of_segment(p.bias_mask, work.segment, p.num_seqs, place.head)
+                              : slope_of(p.bias_mask, place, place.head);
+      add_alibi(s, slope * plan.bias_factor,
+                row - column + (p.lower_right != 0 ? work.seq_k - work.seq_q : 0));
+    }
     apply_bias_mask<Op>(s, view, row, column, work.seq_q, work.seq_k, plan.bias_factor);
     if (!all_seen(key)) mask_scores(s, window, row, column);
     exponentiate(s, dp, statistics);

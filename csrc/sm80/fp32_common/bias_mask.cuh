@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "../../core/alibi.cuh"
 #include "../../core/coord.cuh"
 #include "../../core/mask.cuh"
 #include "../../include/flashsci.h"
@@ -36,17 +37,23 @@ struct BiasMaskOfHead {
   const float* bias;    // [rows, columns] or null
   const uint8_t* mask;  // [rows, columns] or null
   int rows, columns;
+  int shift;  // of the diagonal, for slopes of ALiBi in the place of the bias
 
   __device__ __forceinline__ BiasMaskOfHead(const FlashsciBiasMask& p, const BiasMaskAccess& a,
                                             const HeadCoord& place, uint32_t head, int rows_,
-                                            int columns_)
+                                            int columns_, bool lower_right = false,
+                                            int sequence = 0)
       : bias_mask(p),
         access(a),
         bias(static_cast<const float*>(p.bias)),
         mask(p.mask),
         rows(rows_),
-        columns(columns_) {
-    if (bias != nullptr) bias += offset(p.bias_strides, place, head);
+        columns(columns_),
+        shift(!lower_right  ? 0
+              : kTransposed ? rows - columns
+                            : columns - rows) {
+    if (bias != nullptr)
+      bias += offset(p.bias_strides, place, head) + sequence * p.bias_strides.batch0;
     if (mask != nullptr) mask += offset(p.mask_strides, place, head);
   }
   static __device__ __forceinline__ int64_t offset(const FlashsciScoreStrides& s,
@@ -81,7 +88,9 @@ struct BiasMaskTile {
             take(m, half, j, start + j * 16 * of.column_stride(strides));
         }
     };
-    if (of.bias != nullptr) {
+    if (has_slopes(of.bias_mask)) {
+      make_alibi(of, row, column);
+    } else if (of.bias != nullptr) {
       const FlashsciScoreStrides& strides = of.bias_mask.bias_strides;
       const int64_t step = of.column_stride(strides);
       if (!kTransposed && of.access.vector_bias) {
@@ -122,6 +131,27 @@ struct BiasMaskTile {
         });
       }
     }
+  }
+
+  // The bias that ALiBi is, in the order of the loads.
+  template <bool kTransposed>
+  __device__ __forceinline__ void make_alibi(const BiasMaskOfHead<kTransposed>& of, int row,
+                                             int column) {
+    const float slope = __ldg(of.bias);
+    const int sign = kTransposed ? -1 : 1;
+    const float first = static_cast<float>(sign * (row - column) + of.shift);
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < kN / 2; ++j) {
+          const auto term = [&](int e) {
+            const int further = sign * (m * 16 + half * 8 - j * 16 - e);
+            return add_alibi(0.f, slope, first + static_cast<float>(further));
+          };
+          bias[m][half][j] = make_float4(term(0), term(1), term(2), term(3));
+        }
   }
 
   // s = factor s + bias, in natural units; hidden scores become -inf.

@@ -1,7 +1,6 @@
 // bf16 instances of the sm80 forward, all head dimensions.
 #include "../../core/dtype_bf16.cuh"
 #include "bias_mask_launch.cuh"
-#include "launch.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "bf16 units are built for compute capability 8.0 and newer only"
@@ -9,9 +8,6 @@
 
 extern "C" int flashsci_forward_sm80_bf16(const FlashsciForwardParams* params,
                                           FlashsciStream stream) {
-  using namespace flashsci::sm80::fwd;
-  const auto launch = params->bias_mask.bias != nullptr || params->bias_mask.mask != nullptr
-                          ? launch_forward_bias_mask<flashsci::BFloat16>
-                          : launch_forward<flashsci::BFloat16>;
-  return launch(*params, static_cast<cudaStream_t>(stream));
+  return flashsci::sm80::fwd::launch_any_forward<flashsci::BFloat16>(
+      *params, static_cast<cudaStream_t>(stream));
 }

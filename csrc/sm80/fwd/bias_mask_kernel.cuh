@@ -1,6 +1,7 @@
 // The forward of kernel.cuh with a bias or a mask.
 //
-// Maths     As in kernel.cuh, with s_ij + bias_ij before the softmax and -inf for hidden scores.
+// Maths     As in kernel.cuh, with s_ij + bias_ij before the softmax and -inf for hidden scores. ALiBi
+//           with a mask is a bias that no memory holds.
 // Roles     A unit of work is a query tile of kMembers neighbours along the dimension that shares
 //           the bias. Up to D = 64 CTAs are persistent: each takes a run of units, first the tiles,
 //           then the other members, so that a bias is read while it is in L2. Every warp works on
@@ -131,12 +132,18 @@ struct BiasMaskWarp {
   __device__ __forceinline__ void read_start(float (&c)[C::kM][C::kN][4], const Unit& work,
                                              bool active, int row, int key) const {
     const uint32_t bias_tile = stage + offsetof(Stage, bias);
-    if (kAnything && p.bias_mask.bias == nullptr)
+    if (kAnything && p.bias_mask.bias == nullptr) {
       clear(c);
-    else if (C::kBias == 4 || (kAnything && p.bias_mask.bias_is_fp32))
+    } else if (kAnything && has_slopes(p.bias_mask)) {
+      clear(c);
+      const float slope = slope_of(p.bias_mask, work.place, work.place.head);
+      add_alibi<true>(c, slope * bias_mask.bias_factor,
+                      row - key + (p.lower_right != 0 ? seq_k - seq_q : 0));
+    } else if (C::kBias == 4 || (kAnything && p.bias_mask.bias_is_fp32)) {
       read_bias<Op, C, true>(c, bias_tile + bias_start<C, true>(warp), bias_mask.bias_factor);
-    else
+    } else {
       read_bias<Op, C, false>(c, bias_tile + bias_start<C, false>(warp), bias_mask.bias_factor);
+    }
     if (kAnything && active && work.mask != nullptr && !bias_mask.key_mask)
       hide_bias_mask<C>(c, work.mask, p.bias_mask.mask_strides, bias_mask.aligned_mask != 0, row,
                         key, seq_q, seq_k);

@@ -96,7 +96,7 @@ cudaError_t launch_bias_mask_padded(const FlashsciForwardParams& p, const BiasMa
 inline BiasMaskPlan bias_mask_plan_of(const FlashsciForwardParams& p) {
   const FlashsciScoreStrides &bias = p.bias_mask.bias_strides, &mask = p.bias_mask.mask_strides;
   BiasMaskPlan bias_mask{};
-  if (p.bias_mask.bias != nullptr && bias.column == 1) {
+  if (p.bias_mask.bias != nullptr && !has_slopes(p.bias_mask) && bias.column == 1) {
     const int size = p.bias_mask.bias_is_fp32 ? 4 : 2;
     const uint64_t bits =
         reinterpret_cast<uintptr_t>(p.bias_mask.bias) |
@@ -150,6 +150,16 @@ cudaError_t launch_forward_bias_mask(const FlashsciForwardParams& p, cudaStream_
   if (width <= 192) return launch_bias_mask_padded<Op, 192>(p, bias_mask, stream);
   if (width <= 256) return launch_bias_mask_padded<Op, 256>(p, bias_mask, stream);
   return cudaErrorInvalidValue;
+}
+
+// Any call: the kernels of launch.cuh take slopes of ALiBi without a mask, also of packed calls.
+template <class Op>
+cudaError_t launch_any_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
+  if (p.bias_mask.mask == nullptr && has_slopes(p.bias_mask))
+    return launch_forward<Op, true>(p, stream);
+  return p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr
+             ? launch_forward_bias_mask<Op>(p, stream)
+             : launch_forward<Op>(p, stream);
 }
 
 }  // namespace flashsci::sm80::fwd

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../../core/alibi.cuh"
 #include "../../core/mask.cuh"
 #include "bias_mask_tile.cuh"
 #include "config.cuh"
@@ -181,7 +182,7 @@ struct BiasMaskFetch {
           v + r * bias_mask.v_step + key * p.v_strides.row, p.v_strides.row, keys, p.head_dim_v,
           p.copy_bytes);
     }
-    if (p.bias_mask.bias != nullptr)
+    if (p.bias_mask.bias != nullptr && !has_slopes(p.bias_mask))
       load_bias<C>(
           to + offsetof(BiasMaskStage<C>, bias),
           bias + key * p.bias_mask.bias_strides.column * (p.bias_mask.bias_is_fp32 ? 4 : 2),

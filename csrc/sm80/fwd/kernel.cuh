@@ -3,7 +3,7 @@
 //
 // Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij, lse_i = m_i + log
 //           l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), over the keys the window
-//           shows.
+//           shows. kAlibi: s also has the addend of core/alibi.cuh.
 // Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head in sequence
 //           and the longest first. kWarps warps own kBlockQ / kWarps query rows each and exchange
 //           no values: they share only the K and V tiles. Packed calls find their sequence on the
@@ -21,6 +21,7 @@
 
 #include <cstdint>
 
+#include "../../core/alibi.cuh"
 #include "../../core/coord.cuh"
 #include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
@@ -38,7 +39,7 @@
 namespace flashsci::sm80::fwd {
 
 // The state of a thread in the work on one query tile.
-template <class Op, class C, bool kVector>
+template <class Op, class C, bool kVector, bool kAlibi>
 struct QueryTile {
   using T = Tile<C::kHeadDim>;
   static constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
@@ -123,10 +124,22 @@ struct QueryTile {
 
   // --- tiles
 
-  // From raw scores to the output.
+  // ALiBi's slope in the units of the scores.
+  __device__ __forceinline__ float slope_in_scores() const {
+    const float slope = p.cu_seqlens_q != nullptr
+                            ? slope_of_segment(p.bias_mask, work.segment, p.num_seqs, place.head)
+                            : slope_of(p.bias_mask, place, place.head);
+    return plan.scores.mode == kScaled ? slope / p.scale : slope;
+  }
+  // From raw scores to the output. slope: with ALiBi only.
   __device__ __forceinline__ void softmax_and_pv(OutputRows<C>& rows, float (&s)[C::kM][C::kN][4],
-                                                 int first_key) {
+                                                 int first_key, float slope) {
     if (plan.scores.mode != kScaled) scale_scores(s, plan.scores);
+    if constexpr (kAlibi) {
+      const int own = opaque(threadIdx.x) % 32, shift = work.seq_k - work.seq_q;
+      add_alibi(s, slope,
+                warp_row + own / 4 - own % 4 * 2 - first_key + (p.lower_right != 0 ? shift : 0));
+    }
     if (keys.any_hidden(first_key))
       mask_scores(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);
     online_softmax(s, rows.o, rows.row_max, rows.row_sum, plan.scores.exp_scale);
@@ -146,6 +159,7 @@ struct QueryTile {
   __device__ __forceinline__ void run() {
     OutputRows<C> rows;
     rows.reset();
+    const float slope = kAlibi ? slope_in_scores() : 0.f;
     if (tiles.first < tiles.end) load_first();
 #pragma unroll 1
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
@@ -160,14 +174,14 @@ struct QueryTile {
         multiply_qk<Op, C>(s, q_start, k_start);
       }
       if constexpr (C::kStages == 1) load_during_pv(tile);
-      if (active) softmax_and_pv(rows, s, first_key);
+      if (active) softmax_and_pv(rows, s, first_key, slope);
       if constexpr (C::kStages == 2) next_stage();
     }
     if (warp_row < work.seq_q) write(rows);
   }
 };
 
-template <class Op, class C, bool kVector>
+template <class Op, class C, bool kVector, bool kAlibi>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     forward_kernel(const __grid_constant__ FlashsciForwardParams p,
                    const __grid_constant__ ForwardPlan plan) {
@@ -185,7 +199,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
             p.seq_k};
   }
   if (work.tile < 0 || work.tile * C::kBlockQ >= work.seq_q) return;
-  QueryTile<Op, C, kVector>{shared, p, plan, place, work}.run();
+  QueryTile<Op, C, kVector, kAlibi>{shared, p, plan, place, work}.run();
 }
 
 }  // namespace flashsci::sm80::fwd

@@ -8,10 +8,10 @@
 
 namespace flashsci::sm80::fwd {
 
-inline ForwardPlan plan_of(const FlashsciForwardParams& p, int64_t tiles) {
+inline ForwardPlan plan_of(const FlashsciForwardParams& p, int64_t tiles, float folds_above = 0.f) {
   ForwardPlan plan;
   plan.tiles = static_cast<uint32_t>(tiles);
-  plan.scores = plan_scores(p.scale, p.softcap, p.scale > 0.f);
+  plan.scores = plan_scores(p.scale, p.softcap, p.scale > folds_above);
   plan.lse_scale = lse_scale_of(plan.scores, p.scale);
   const auto aligned = [](int64_t stride) { return stride % kChunkElements == 0; };
   plan.vector_out = p.head_dim_v % kChunkElements == 0 && aligned(p.out_strides.batch0) &&
@@ -20,7 +20,7 @@ inline ForwardPlan plan_of(const FlashsciForwardParams& p, int64_t tiles) {
   return plan;
 }
 
-template <class Op, class C, bool kVector>
+template <class Op, class C, bool kVector, bool kAlibi>
 cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   static_assert(
       sizeof(SharedStorage<C>) == (C::kBlockQ + 2 * C::kStages * C::kBlockK) * C::kHeadDim * 2,
@@ -30,42 +30,47 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   const int64_t blocks = tiles * p.heads_q * p.batch0 * p.batch1;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
-  return launch<forward_kernel<Op, C, kVector>>(blocks, C::kThreads, sizeof(SharedStorage<C>),
-                                                p.device, stream, p, plan_of(p, tiles));
+  // A slope is divided by the scale, unless that is too small.
+  return launch<forward_kernel<Op, C, kVector, kAlibi>>(blocks, C::kThreads,
+                                                        sizeof(SharedStorage<C>), p.device, stream,
+                                                        p, plan_of(p, tiles, kAlibi ? 1e-4f : 0.f));
 }
 
-// Two stages if two such CTAs fit an SM, and registers allow (D <= 128); otherwise one.
-template <class Op, class C>
+// Two stages if two such CTAs fit an SM, and registers allow (D <= 128, no ALiBi); otherwise one.
+template <class Op, class C, bool kAlibi = false>
 cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
-  if (!vector) return launch_tiling<Op, typename C::Unaligned, false>(p, stream);
-  if constexpr (C::kHeadDim <= 128) {
+  if (!vector) return launch_tiling<Op, typename C::Unaligned, false, kAlibi>(p, stream);
+  if constexpr (C::kHeadDim <= 128 && !kAlibi) {
     using Small = SmallTiles<C::kHeadDim>;
     const int longest = p.cu_seqlens_q != nullptr ? p.max_seqlen_q : p.seq_q;
-    if (longest >= 0 && longest <= Small::kBlockQ) return launch_tiling<Op, Small, true>(p, stream);
+    if (longest >= 0 && longest <= Small::kBlockQ)
+      return launch_tiling<Op, Small, true, false>(p, stream);
   }
   using TwoStages = typename C::TwoStages;
-  if constexpr (C::kHeadDim <= 128 && sizeof(SharedStorage<TwoStages>) <= kSharedBudget) {
+  if constexpr (C::kHeadDim <= 128 && !kAlibi &&
+                sizeof(SharedStorage<TwoStages>) <= kSharedBudget) {
     constexpr int kReserved = 1024;  // per CTA, by the system
     if (C::kMinBlocks * (sizeof(SharedStorage<TwoStages>) + kReserved) <=
         static_cast<size_t>(p.shared_per_sm))
-      return launch_tiling<Op, TwoStages, true>(p, stream);
+      return launch_tiling<Op, TwoStages, true, false>(p, stream);
   }
-  return launch_tiling<Op, C, true>(p, stream);
+  return launch_tiling<Op, C, true, kAlibi>(p, stream);
 }
 
-// Picks the smallest padded head dimension that holds D and Dv.
-template <class Op>
+// Picks the smallest padded head dimension that holds D and Dv. kAlibi: the bias is slopes.
+template <class Op, bool kAlibi = false>
 cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
-  if (p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr) return cudaErrorNotSupported;
+  if ((p.bias_mask.bias != nullptr) != kAlibi || p.bias_mask.mask != nullptr)
+    return cudaErrorNotSupported;
   const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  if (dim <= 32) return launch_padded<Op, Tiles<32>>(p, stream);
-  if (dim <= 64) return launch_padded<Op, Tiles<64>>(p, stream);
-  if (dim <= 96) return launch_padded<Op, Tiles<96>>(p, stream);
-  if (dim <= 128) return launch_padded<Op, Tiles<128>>(p, stream);
-  if (dim <= 192) return launch_padded<Op, Tiles<192>>(p, stream);
-  if (dim <= 256) return launch_padded<Op, Tiles<256>>(p, stream);
+  if (dim <= 32) return launch_padded<Op, Tiles<32>, kAlibi>(p, stream);
+  if (dim <= 64) return launch_padded<Op, Tiles<64>, kAlibi>(p, stream);
+  if (dim <= 96) return launch_padded<Op, Tiles<96>, kAlibi>(p, stream);
+  if (dim <= 128) return launch_padded<Op, Tiles<128>, kAlibi>(p, stream);
+  if (dim <= 192) return launch_padded<Op, Tiles<192>, kAlibi>(p, stream);
+  if (dim <= 256) return launch_padded<Op, Tiles<256>, kAlibi>(p, stream);
   return cudaErrorInvalidValue;
 }
 

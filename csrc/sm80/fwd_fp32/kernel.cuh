@@ -219,7 +219,8 @@ struct ForwardWarp {
         v_mixed(start_of_dims<KTile>(stream.tile(1), true)),
         v_high(start_of_dims<KTile>(stream.tile(1), false)),
         three(p.precision == FLASHSCI_TF32X3),
-        bias_mask(p.bias_mask, plan.bias_mask, place, place.head, work.seq_q, work.seq_k),
+        bias_mask(p.bias_mask, plan.bias_mask, place, place.head, work.seq_q, work.seq_k,
+                  p.lower_right != 0, p.cu_seqlens_q != nullptr ? work.segment - 1 : 0),
         pair_tile(pair_tile_),
         rows(rows_) {}
 

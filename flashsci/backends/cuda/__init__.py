@@ -72,6 +72,7 @@ def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Te
         *layouts.options(scalars),
         generation,
         tensors.key_weight is not None,
+        *layouts.with_slopes(tensors),
     )
     return result
 
@@ -81,8 +82,8 @@ def _require_served(tensors: Tensors, scalars: Scalars) -> None:
     would ignore it."""
     if _lacks(tensors, scalars):
         raise BackendError(
-            "flashsci: the cuda backend has no dropout, no alibi_slopes and no bias of packed sequences, and "
-            f"{WEIGHTED.removeprefix('it ')}; use backend='triton'"
+            "flashsci: the cuda backend has no dropout, no alibi_slopes beside a bias or key_weight, no softcap of biased "
+            f"scores and no bias of packed sequences, and {WEIGHTED.removeprefix('it ')}; use backend='triton'"
         )
 
 
@@ -90,8 +91,9 @@ def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
     """Whether a call has a feature that no kernel of the library has."""
     packed_bias = tensors.cu_seqlens_q is not None and tensors.bias is not None
     weighted = tensors.key_weight is not None and not decisions.takes_weights(tensors, scalars)
-    others = scalars.dropout_p or tensors.alibi_slopes is not None
-    return bool(others) or weighted or packed_bias
+    alibi = tensors.alibi_slopes is not None and (tensors.bias is not None or tensors.key_weight is not None)
+    capped = scalars.caps_bias and (tensors.bias is not None or tensors.alibi_slopes is not None)
+    return bool(scalars.dropout_p) or alibi or weighted or packed_bias or capped
 
 
 def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:
@@ -111,7 +113,9 @@ def takes_pairs(tensors: Tensors, scalars: Scalars, generation: int = 0) -> bool
 
 
 def _takes_bias(tensors: Tensors, scalars: Scalars, generation: int) -> int:
-    if library.load() is not None or _lacks(tensors, scalars) or not prepared.has_scores(tensors):
+    if tensors.bias is None or library.load() is not None or _lacks(tensors, scalars):
+        return 0
+    if not prepared.has_scores(tensors):
         return 0
     if tensors.q.device.type != "cuda":
         return 0
@@ -131,8 +135,9 @@ def prepared_forward(
     if library.fills_results():
         return general
     weighted = tensors.key_weight is not None
-    options = *layouts.options(scalars), generation, weighted
-    return prepared.PreparedForward(library.handle, tensors, options, general)
+    options = *layouts.options(scalars), generation, weighted, *layouts.with_slopes(tensors)
+    made = prepared.PreparedForward if tensors.alibi_slopes is None else prepared.PreparedForwardOfSlopes
+    return made(library.handle, tensors, options, general)
 
 
 def backward(
@@ -149,7 +154,8 @@ def backward(
     inputs = *layouts.inputs(tensors), out, lse
     options = *layouts.options(saved.scalars), saved.scalars.deterministic, generation
     if weights is None:
-        result: tuple[Tensor, ...] = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need)
+        slopes = (False, True) if tensors.alibi_slopes is not None else ()
+        result: tuple[Tensor, ...] = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, *slopes)
         return *result, q.new_empty(0)
     need = layouts.bias_or_weights_needed(need)
     *found, dweights = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, True)
@@ -177,9 +183,16 @@ def prepared_backward(
     if library.fills_results():
         return general
     weighted = saved.tensors.key_weight is not None
-    options = *layouts.options(scalars), scalars.deterministic, generation, weighted
+    options = (
+        *layouts.options(scalars),
+        scalars.deterministic,
+        generation,
+        weighted,
+        *layouts.with_slopes(saved.tensors),
+    )
     by_pairs = takes_pairs(saved.tensors, scalars, generation) and dout is not None
-    return prepared.PreparedBackward(library.handle, dout, dlse, saved, need, options, general, by_pairs)
+    made = prepared.PreparedBackward if saved.tensors.alibi_slopes is None else prepared.PreparedBackwardOfSlopes
+    return made(library.handle, dout, dlse, saved, need, options, general, by_pairs)
 
 
 def _restricted_to(generation: int) -> SimpleNamespace:

@@ -19,7 +19,7 @@ _ROWS = frozenset(("q", "k", "v"))
 _OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
 #: The tensors that the library reads, by kind of call; a sink by the pass behind its kernels (flashsci/call/sink.py).
 READS = {
-    kinds.ATTENTION: _ROWS | _OFFSETS | {"bias", "key_weight", "mask", "sink"},
+    kinds.ATTENTION: _ROWS | _OFFSETS | {"bias", "key_weight", "mask", "alibi_slopes", "sink"},
     kinds.PAGED: frozenset(
         ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
     ),
@@ -72,8 +72,12 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
     """
     if problem.dropout_p:
         return 0, "it has no dropout"
-    if problem.alibi:
-        return 0, "it has no alibi_slopes"
+    if problem.alibi_grad:
+        return 0, "its alibi_slopes have no gradient"
+    if problem.alibi and (problem.bias or problem.key_weight):
+        return 0, "it has alibi_slopes only without bias and key_weight"
+    if problem.caps_bias:
+        return 0, "its softcap bounds scores before the bias (softcap_at='scores')"
     if problem.varlen and problem.bias:
         return 0, "it has no bias for packed sequences"
     if problem.dtype == torch.float32 and problem.precision == "ieee":
@@ -96,6 +100,10 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
                 "its gradients of key_weight are of rows that begin at multiples of 16 bytes, and of weights of each batch member",
             )
         return 80, None
+    if problem.alibi and (generation not in (0, 80) or capability < 80):
+        return 0, "only its kernels for compute capability 8.0 and newer (sm80) have alibi_slopes"
+    if problem.alibi:
+        generation = 80
     reason = None
     for candidate in (generation,) if generation else GENERATIONS:
         if candidate == 90:
@@ -122,6 +130,11 @@ def rejects(problem: Problem, generation: int = 0) -> str | None:
     """Why the forward of a call cannot be computed; None if it can. (The choice adds who can.)"""
     if problem.device_type != "cuda" or problem.capability is None:
         return f"its kernels run on CUDA devices and the tensors are on {problem.device_type}"
+    if problem.batch_invariant:
+        return (
+            "which of its kernels serves a call, and the number of parts into which that one cuts the keys, depend on the "
+            "whole batch"
+        )
     if problem.paged:
         info = library.described()
         return paged.rejects(problem, generation, info, _device_name(problem.capability))

@@ -1,4 +1,5 @@
-"""The form in which the library takes tensors: key weights in the place of a bias, in whole rows of 16 bytes."""
+"""The form in which the library takes tensors: key weights, in whole rows of 16 bytes, or slopes of ALiBi in the place of
+a bias."""
 
 from __future__ import annotations
 
@@ -15,10 +16,28 @@ def bias_or_weights(tensors: Tensors) -> Tensor | None:
     return tensors.bias if tensors.key_weight is None else tensors.key_weight.unsqueeze(-2)
 
 
+def _slopes(tensors: Tensors) -> Tensor:
+    """Slopes of ALiBi as [*, Hq or 1, 1, 1] of the rank of q; packed: [N or 1, Hq or 1, 1, 1]."""
+    slopes, q = tensors.alibi_slopes, tensors.q
+    assert slopes is not None
+    if q.dim() == 2:
+        return slopes.reshape(1, 1)
+    lead = q.dim() - 2 if tensors.cu_seqlens_q is None else 2
+    missing = (None,) * (lead - slopes.dim())
+    every = (*missing, ..., None, None)
+    return slopes[every]
+
+
 def inputs(tensors: Tensors) -> tuple[Tensor | None, ...]:
     """The tensors in the order of the library's ops, which have no others."""
     t = tensors
-    return t.q, t.k, t.v, bias_or_weights(t), t.mask, t.cu_seqlens_q, t.cu_seqlens_k
+    bias = bias_or_weights(t) if t.alibi_slopes is None else _slopes(t)
+    return t.q, t.k, t.v, bias, t.mask, t.cu_seqlens_q, t.cu_seqlens_k
+
+
+def with_slopes(tensors: Tensors) -> tuple[bool, ...]:
+    """The last argument of an op where the tensors have slopes; else none."""
+    return () if tensors.alibi_slopes is None else (True,)
 
 
 def options(scalars: Scalars) -> tuple[Any, ...]:

@@ -94,7 +94,8 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 def _fake_backward(dout: Tensor | None, dlse: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
     """Results of the library's op, to which key weights are a bias."""
     need = given[len(_INPUTS) + len(_OPTIONS)]  # `weighted` may follow
-    return fake_backward(Tensors(*given[:4]), need)[:4]
+    left, right = (given[len(_INPUTS) + _OPTIONS.index(name)] for name in ("window_left", "window_right"))
+    return fake_backward(Tensors(*given[:4]), need, left >= 0 or right >= 0)[:4]
 
 
 def _fake_fp8_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:

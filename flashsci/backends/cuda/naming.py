@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flashsci.backends.cuda import decisions, layouts, library, rehearsal
 from flashsci.backends.cuda.paged import refuse_layout
+from flashsci.call import row_pitch
 from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
-from flashsci.call.ops import Saved, Scalars, Tensors, fake_forward
+from flashsci.call.ops import Saved, Scalars, Tensors, fake_forward, with_inner_keys
 from flashsci.call.paged_ops import PagedScalars, PagedTensors
 
 _Tensor = TypeVar("_Tensor", Tensor, None)
@@ -67,7 +68,7 @@ def attention(
     # Only these kernels take a bias whose heads are neighbours in memory in both passes; others get a copy.
     in_place = kernels is not None and any(x.startswith("sm90/pair/") for x in kernels)
     if not in_place:
-        rows = rows.inner_contiguous()
+        rows = row_pitch.whole_rows(rows.inner_contiguous(), with_inner_keys, with_inner_keys)
         kernels = decisions.forward(rows, scalars, generation, device) if own else None
     if not need:
         return Named(_named(kernels))

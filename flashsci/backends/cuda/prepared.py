@@ -25,9 +25,11 @@ from flashsci.call.ops import (
     Given,
     Saved,
     Tensors,
+    empty_bias_gradient,
     empty_like_layout,
     fake_forward,
     is_like,
+    pitches_bias_gradient,
 )
 
 _INPUTS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
@@ -77,6 +79,8 @@ def _prepared_forward(tensors: Tensors, out: Tensor, options: tuple[Any, ...]) -
     kept: Tensor = torch.ops.flashsci.cuda_prepared_forward(*inputs(tensors), out, *options)
     return kept
 
+
+_SLOPES = Tensors._fields.index("alibi_slopes")
 
 # The most numbers of an lse that no caller reads.
 MOST_DISCARDED = 65536
@@ -142,7 +146,7 @@ class PreparedForward:
         return other
 
     def __call__(self, tensors: Given) -> tuple[Tensor, Tensor]:
-        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _ = tensors
+        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _, _ = tensors
         if weights is not None:
             bias = weights
         out = torch.empty_like(q) if self.like_q else q.new_empty_strided(*self.out)
@@ -164,6 +168,27 @@ class PreparedForward:
         ):
             return out, lse
         return self.general(tensors)
+
+
+def _slopes_as_bias(tensors: Given) -> Given:
+    """The tensors of a call with ALiBi, which has no bias, with the slopes in its place, as the library takes them."""
+    return *tensors[:3], tensors[_SLOPES], *tensors[4:]
+
+
+def _without_bias(tensors: Given) -> Given:
+    return *tensors[:3], None, *tensors[4:]
+
+
+class PreparedForwardOfSlopes(PreparedForward):
+    """A :class:`PreparedForward` of tensors with ALiBi."""
+
+    __slots__ = ()
+
+    def __init__(self, library: Any, tensors: Tensors, options: tuple[Any, ...], general: Callable[..., Any]) -> None:
+        super().__init__(library, tensors, options, lambda given: general(_without_bias(given)))
+
+    def __call__(self, tensors: Given) -> tuple[Tensor, Tensor]:
+        return super().__call__(_slopes_as_bias(tensors))
 
 
 class PreparedBackward:
@@ -193,18 +218,20 @@ class PreparedBackward:
         general: Callable[..., tuple[Tensor | None, ...]],
         by_pairs: bool = False,
     ) -> None:
-        """``by_pairs``: the gradient of the bias is in the order of the bias, else row-major."""
-        q, k, v, _, weights, mask, cu_seqlens_q, cu_seqlens_k, *_ = saved.tensors
+        """``by_pairs``: the gradient of the bias is in the order of the bias, else as
+        ``ops.empty_bias_gradient`` makes it."""
+        q, k, v, _, weights, *_ = saved.tensors
         rows = [
             empty_like_layout(x, x.shape) if need & bit else None for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
         ]
         bias, dbias = bias_or_weights(saved.tensors), None
         if bias is not None and bias_or_weights_needed(need) & NEED_BIAS:
-            dbias = torch.empty_like(bias) if by_pairs else bias.new_empty(bias.shape)
+            pitched = pitches_bias_gradient(bias, q, k, saved.scalars.windowed())
+            dbias = torch.empty_like(bias) if by_pairs else empty_bias_gradient(bias, pitched)
         # Weights have one dim less than a bias in their place.
         self.like_bias = bias is not None and weights is None and is_like(dbias, bias)
-        inputs = q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, saved.out, saved.lse
-        self.kept = torch.ops.flashsci.cuda_prepared_backward(dout, dlse, *inputs, *rows, dbias, *options)
+        given = *inputs(saved.tensors), saved.out, saved.lse
+        self.kept = torch.ops.flashsci.cuda_prepared_backward(dout, dlse, *given, *rows, dbias, *options)
         self.address, self.launch = (
             self.kept.data_ptr(),
             _function(library, "flashsci_run_backward"),
@@ -220,7 +247,7 @@ class PreparedBackward:
     def __call__(
         self, dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _ = tensors
+        q, k, v, bias, weights, mask, offsets_q, offsets_k, _, _, _, _ = tensors
         if weights is not None:
             bias = weights
         dq: Tensor | None
@@ -256,3 +283,30 @@ class PreparedBackward:
         ):
             return (dq, dk, dv, dbias, None) if weights is None else (dq, dk, dv, None, dbias)
         return self.general(dout, dlse, tensors, out, lse)
+
+
+class PreparedBackwardOfSlopes(PreparedBackward):
+    """A :class:`PreparedBackward` of tensors with ALiBi."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        library: Any,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        saved: Saved,
+        need: int,
+        options: tuple[Any, ...],
+        general: Callable[..., tuple[Tensor | None, ...]],
+        by_pairs: bool = False,
+    ) -> None:
+        def of_slopes(dout: Any, dlse: Any, tensors: Given, *results: Tensor) -> tuple[Tensor | None, ...]:
+            return general(dout, dlse, _without_bias(tensors), *results)
+
+        super().__init__(library, dout, dlse, saved, need, options, of_slopes, by_pairs)
+
+    def __call__(
+        self, dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return super().__call__(dout, dlse, _slopes_as_bias(tensors), out, lse)

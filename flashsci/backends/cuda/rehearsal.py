@@ -57,7 +57,9 @@ def forward_kernels(tensors: Tensors, scalars: Scalars, device: DescribedDevice,
     options = layouts.options(scalars)
     inputs = layouts.inputs(tensors)
     weighted = tensors.key_weight is not None
-    return _asked("cuda_forward_kernels", *inputs, *options, generation, weighted, *device)
+    return _asked(
+        "cuda_forward_kernels", *inputs, *options, generation, weighted, *device, *layouts.with_slopes(tensors)
+    )
 
 
 def backward_kernels(
@@ -73,7 +75,7 @@ def backward_kernels(
     weighted = tensors.key_weight is not None
     return _asked(
         "cuda_backward_kernels", dout, dlse, *layouts.inputs(tensors), saved.out, saved.lse, *layouts.options(scalars), scalars.deterministic,
-        generation, layouts.bias_or_weights_needed(need), weighted, *device,
+        generation, layouts.bias_or_weights_needed(need), weighted, *device, *layouts.with_slopes(tensors),
     )  # fmt: skip
 
 

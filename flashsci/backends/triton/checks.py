@@ -16,6 +16,7 @@ from torch import Tensor
 from flashsci.backends.triton import tilings
 from flashsci.call import kinds
 from flashsci.call.kinds import Role
+from flashsci.call.mask_tiles import fits
 from flashsci.call.op_checks import declared, need, numbers, rows_fit, same, shapes
 from flashsci.call.ops import Saved, Scalars, Tangents, Tensors, statistics_dtype
 
@@ -96,6 +97,8 @@ def _check_inputs(tensors: Tensors) -> None:
         x = getattr(tensors, name)
         if x is not None and field.role in full and not (cu_q is not None and x is bias):
             _broadcasts(name, x, full[field.role], q)
+    if tensors.mask_tiles is not None:
+        _check_table(tensors.mask_tiles, mask, q, k)
     slopes, seed = tensors.alibi_slopes, tensors.dropout_seed
     if slopes is not None:
         shape = (*q.shape[:-3], heads) if cu_q is None else (cu_q.shape[0] - 1, heads)
@@ -103,6 +106,20 @@ def _check_inputs(tensors: Tensors) -> None:
         _broadcasts("alibi_slopes", slopes, shape, q)
     if seed is not None:
         declared(Tensors, "dropout_seed", seed, (2,), q)
+
+
+def _check_table(table: Tensor, mask: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """Check the table of tiles of a mask, see kernels/tiles.py."""
+    need(mask is not None, "mask_tiles belong to a mask")
+    assert mask is not None
+    right = table.dim() == mask.dim() and table.shape[-2] == 1 and fits(table.shape[-1], q.shape[-2], k.shape[-2])
+    right = right and all(n in (1, m) for n, m in zip(table.shape[:-2], mask.shape[:-2], strict=True))
+    need(
+        right,
+        f"mask_tiles must be the table of flashsci::triton_mask_tiles for a mask of {list(mask.shape)}, got "
+        f"{list(table.shape)}",
+    )
+    declared(Tensors, "mask_tiles", table, table.shape, q)
 
 
 def _check_results(q: Tensor, v: Tensor, of_out: dict[str, Tensor | None], of_lse: dict[str, Tensor | None]) -> None:
@@ -124,8 +141,10 @@ def _check_scalars(seed: Tensor | None, scalars: Scalars) -> None:
 
 
 def _check_tangents(tangents: Sequence[Tensor | None], tensors: Tensors) -> None:
-    q = tensors.q
-    for name, x, like in zip(Tensors._fields, tangents, tensors, strict=False):
+    """Check the tangents of one direction, or of several, one direction after the other."""
+    q, count = tensors.q, len(Tangents._fields)
+    for i, x in enumerate(tangents):
+        name, like = Tangents._fields[i % count], tensors[i % count]
         if x is not None:
             need(like is not None, f"a tangent of {name} needs {name}")
             assert like is not None
@@ -142,7 +161,7 @@ def checked(
     """The tensors as kernels read them. Raises for those that do not fit, unless a call of these kinds has passed
     before.
 
-    ``of_out`` is out and dout, ``of_lse`` lse and dlse, if the op has them.
+    ``of_out`` is out and dout, ``of_lse`` lse and dlse, or lse and its tangents along two directions, if the op has them.
     """
     q, k, v = tensors.q, tensors.k, tensors.v
     # Written out where every call has a tensor, because this is most of the cost of a small call.
@@ -150,7 +169,7 @@ def checked(
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(),
         *[None if x is None else (x.shape, x.dtype, x.get_device()) for x in tensors[3:]],
         *[None if x is None else _kind(x) for x in (*tangents, *of_out, *of_lse)],
-        *scalars[2:9],
+        *scalars[2:9], scalars.caps_bias,
     )  # fmt: skip
     if key not in _known:
         _check_inputs(tensors)
@@ -160,12 +179,13 @@ def checked(
             q,
             v,
             dict(zip(("out", "dout"), of_out, strict=False)),
-            dict(zip(("lse", "dlse"), of_lse, strict=False)),
+            dict(zip(("lse", "dlse") if len(of_lse) < 3 else ("lse", "tlse", "ulse"), of_lse, strict=False)),
         )
         if len(_known) >= 4096:
             _known.clear()
         _known.add(key)
-    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and tensors.cu_seqlens_q is tensors.dropout_seed is None:
+    whole = tensors.cu_seqlens_q is tensors.dropout_seed is tensors.mask_tiles is None
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and whole:
         return tensors  # the usual call, at once
     return tensors.laid_out()
 
@@ -204,6 +224,17 @@ def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
         tensors, out, lse, scalars = saved
         given = checked(tensors, scalars, tangents, (out,), (lse,))
         return kernels(tangents, Saved(given, out, lse, scalars))
+
+    return op
+
+
+def second_jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """second_jvp.second_jvp behind the checks."""
+
+    def op(first: Tangents, second: Tangents, mixed: Tangents, tlse: Tensor, ulse: Tensor, saved: Saved) -> Any:
+        tensors, out, lse, scalars = saved
+        given = checked(tensors, scalars, (*first, *second, *mixed), (out,), (lse, tlse, ulse))
+        return kernels(first, second, mixed, tlse, ulse, Saved(given, out, lse, scalars))
 
     return op
 

@@ -76,7 +76,7 @@ class Launch:
     def _compile(self, kind: int, tensors: tuple) -> None:
         """The first launch of a kind."""
         groups = sum(isinstance(x, tuple) for x in tensors)
-        named = [group(*x) for group, x in zip((Operands, TangentOperands), tensors[:groups], strict=False)]
+        named = [group(*x) for group, x in zip((Operands, *[TangentOperands] * 3), tensors[:groups], strict=False)]
         device = (tensors[0][0] if groups else tensors[0]).device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             compiled = self.kernel[(self.programs,)](*named, *tensors[groups:], **self.arguments)

@@ -16,6 +16,7 @@ HOPPER_16BIT: Tiles = {
         64: (64, 64, 4, 3),
         128: (64, 64, 4, 3),
         256: (128, 64, 8, 2),
+        384: (64, 32, 8, 1),
         512: (64, 32, 4, 1),
     },
     "dq": {
@@ -38,6 +39,7 @@ HOPPER_16BIT: Tiles = {
         512: (32, 32, 4, 1),
     },
     "jvp": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
+    "second_jvp": {64: (64, 32, 4, 2), 128: (128, 32, 8, 1), 256: (64, 16, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {
         64: (64, 64, 4, 2),
         128: (64, 32, 4, 2),
@@ -74,6 +76,7 @@ AMPERE_16BIT: Tiles = {
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1)},
     "bias_gradient": {128: (64, 64, 4, 2), 256: (32, 64, 4, 1), 512: (32, 32, 4, 1)},
     "jvp": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "second_jvp": {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {
         64: (64, 32, 4, 2),
         128: (32, 32, 4, 1),
@@ -99,6 +102,7 @@ TURING_16BIT: Tiles = {  # 64 KiB of shared memory, no asynchronous copies
     "dkdv": {64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
     "bias_gradient": {64: (64, 64, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "jvp": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "second_jvp": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_keys": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_bias": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
@@ -139,14 +143,16 @@ FP32: Tiles = {
         256: (16, 16, 4, 1),
         512: (16, 16, 4, 1),
     },
+    "second_jvp": {32: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_keys": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_bias": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 HOPPER_FP32 = FP32 | {
-    "forward": FP32["forward"] | {32: (64, 32, 4, 2), 128: (64, 64, 4, 1)},
+    "forward": FP32["forward"] | {32: (64, 32, 4, 2), 128: (64, 64, 4, 1), 384: (32, 32, 8, 1)},
     "dq": FP32["dq"] | {32: (64, 64, 4, 1), 64: (64, 64, 4, 1), 128: (32, 32, 4, 2)},
     "dkdv": FP32["dkdv"] | {32: (64, 64, 4, 1), 64: (32, 32, 2, 1), 128: (32, 32, 4, 1)},
+    "second_jvp": FP32["second_jvp"] | {32: (64, 32, 4, 1), 64: (64, 16, 4, 1)},
 }
 # Without a bias or mask for each pair, which take shared memory, and by tensor cores.
 HOPPER_TENSOR_FP32 = {
@@ -169,6 +175,7 @@ TURING_FP32: Tiles = {
 INTERPRETER: Tiles = {name: {512: (32, 16, 4, 1)} for name in FP32}  # small, so that small tests have several tiles
 
 MAX_HEAD_DIM = 512
+MOST_SMALL = 64  # rows and keys of a sequence whose backward one program does
 MOST_KEYS = 1024  # keys of a row of scores that one program holds
 
 
@@ -248,8 +255,11 @@ def config(
         registers = []
         most = 4 if width > 64 or block_m * block_n > 32 * 32 else 1 if width <= 32 else 2
         warps = min(warps, most if block_m * block_n <= 64 * 64 else warps)
+    # The rows that this kernel keeps fill the registers of mma's operands.
+    if kernel == "second_jvp" and dtype == torch.float32 and width > 32 and block_m == 32:
+        block_m, block_n = 16, 16
     # A tile that both wgmma and mma read gets one buffer too few from Triton 3.6, which overwrites it while wgmma reads.
-    if both_ways and block_m < 64 <= block_n:
+    if both_ways and min(block_m, block_n) < 64 <= max(block_m, block_n):
         stages = 1
     return block_m, block_n, warps, stages, *registers
 
@@ -260,7 +270,7 @@ def small_config(
     """(tile side, warps[, registers a thread]) if one program does the whole backward of a sequence; None: it does
     not fit."""
     wide, turing = dtype == torch.float32, capability is not None and capability < (8, 0)
-    if longest > (32 if capability is None or turing else 64):
+    if longest > (32 if capability is None or turing else MOST_SMALL):
         return None
     if width > (64 if wide or turing else 128):
         return None

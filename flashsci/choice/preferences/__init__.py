@@ -33,10 +33,11 @@ KINDS = (
 #: The backends that ``auto`` may choose.
 KNOWN = ("reference", "sdpa", "eager", "triton", "cuda")
 TUNED = "tuned"  # in the place of a table's name: times on this machine
+PREDICTED = "predictions"  # in the place of a table's name: times that flashsci/choice/predictions predicts
 
 #: For numbers a rule gives a range, for other features the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")
-WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "key_weight", "dropout", "softcap", "varlen", "few_scores", "paged", "grad", "forward")  # fmt: skip
+WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "mask_by_query", "key_weight", "alibi", "dropout", "softcap", "varlen", "few_scores", "paged", "grad", "forward")  # fmt: skip
 
 
 def _bias(p: Problem) -> str:
@@ -93,7 +94,9 @@ def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, An
         "bias_grad": p.bias_grad,
         "bias_summed": p.bias_summed,
         "mask": p.mask,
+        "mask_by_query": p.mask_by_query,
         "key_weight": p.key_weight,
+        "alibi": p.alibi,
         "dropout": p.dropout_p > 0,
         "softcap": p.softcap > 0,
         "varlen": p.varlen,
@@ -130,7 +133,7 @@ class Rule:
 
     def cited(self) -> str:
         """Its evidence, and the place where it is written."""
-        if self.table == TUNED:
+        if self.table in (TUNED, PREDICTED):
             return self.evidence
         return f"{self.evidence} (preferences/{self.table}.json: {self.text()})"
 
@@ -167,6 +170,7 @@ class Table:
     capability: tuple[int, int] | None = None  # of the GPUs it is for; None: other devices
     about: str = ""  # what was measured
     untimed: tuple[Rule, ...] = ()  # their order: backends that ``auto`` leaves out of such calls
+    tiles: tuple[Rule, ...] = ()  # of calls whose mask has a table of its tiles, before those of calls
 
 
 def read(path: Path) -> Table:
@@ -183,7 +187,7 @@ def read(path: Path) -> Table:
                 Rule(dict(rule["when"]), tuple(rule["order"]), rule["evidence"], path.stem)
                 for rule in (data[kind] if kind in KINDS else data.get(kind, ()))
             )
-            for kind in (*KINDS, "untimed")
+            for kind in (*KINDS, "untimed", "tiles")
         }
         table = Table(
             path.stem,
@@ -196,7 +200,7 @@ def read(path: Path) -> Table:
             f"{path} is no table of preferences ({type(error).__name__}: {error}); "
             "tools/choice/preferences.py writes one from records"
         ) from error
-    for rule in (*table.calls, *table.gradients, *table.untimed):
+    for rule in (*table.calls, *table.gradients, *table.untimed, *table.tiles):
         _check(path, rule)
     return table
 
@@ -254,6 +258,14 @@ def find(kind: str, problem: Problem, generation: int = 0, forward: str = "") ->
     if not winners:
         evidence = f"{evidence}; {rule.cited()}"
     return replace(rule, when={}, order=order, evidence=evidence, table=TUNED)
+
+
+def tiled(problem: Problem) -> Rule | None:
+    """The rule that decides a call because its mask has a table of tiles; None where the other rules decide."""
+    if not problem.mask_tiles:
+        return None
+    found = features(problem)
+    return next((rule for table in tables(problem.capability) for rule in table.tiles if rule.holds(found)), None)
 
 
 def untimed(problem: Problem) -> set[str]:

@@ -52,6 +52,8 @@ def test_dense_against_row_by_row(part):
             del options["dropout_p"]
         if inputs.sink is not None:
             leaves["sink"] = inputs.sink.requires_grad_()
+        if inputs.pair_gate is not None:
+            leaves["pair_gate"] = inputs.pair_gate.requires_grad_()
         slopes = inputs.alibi_slopes
         out, lse = naive(**leaves, mask=inputs.mask, alibi_slopes=slopes, **options)
         written = {"out": out.detach(), "lse": lse.detach()}
@@ -113,6 +115,14 @@ FEATURES = {
     "softcap": {"softcap": 1.5, "variant": Variant(softcap=True)},
     "bias": {"bias_shape": (2, 3, 1), "variant": Variant(bias="pair", bias_grad=True)},
     "bias and softcap": {"bias_shape": (1, 1, 1, 4), "softcap": 1.5, "variant": Variant(bias="key", bias_grad=True)},
+    "softcap of biased scores": {
+        "bias_shape": (2, 3, 4), "bias_holes": True, "softcap": 1.5,
+        "variant": Variant(bias="pair", bias_grad=True, softcap=True, caps_bias=True),
+    },
+    "gate of pairs": {"gate_shape": (1, 3, 4), "variant": Variant(gate="inputs")},
+    "gate of pairs, dropout": {
+        "gate_shape": (2, 3, 4), "dropout_p": 0.5, "variant": Variant(gate="inputs", dropout=True)
+    },
     "bias with -inf": {
         "bias_shape": (2, 3, 4), "bias_holes": True, "variant": Variant(bias="pair", bias_grad=True)
     },
@@ -135,7 +145,7 @@ FEATURES = {
 
 
 def differentiable(fields, backend, with_lse):
-    """A function of (q, k, v[, bias]) and its fp64 leaves; -inf rows of the lse left out."""
+    """A function of (q, k, v[, bias][, pair_gate]) and its fp64 leaves; -inf rows of the lse left out."""
     from flashsci.testing import Case
 
     variant = replace(fields.get("variant", Variant()), dtype="float64", head_dim=3, head_dim_v=2)
@@ -147,13 +157,18 @@ def differentiable(fields, backend, with_lse):
         # Entries of -inf have no finite differences: hold them fixed.
         holes = torch.isinf(inputs.bias)
         leaves.append(torch.where(holes, torch.zeros_like(inputs.bias), inputs.bias).requires_grad_())
+    if inputs.pair_gate is not None:
+        leaves.append(inputs.pair_gate.requires_grad_())
 
-    def call(q, k, v, bias=None):
+    def call(q, k, v, *others):
+        bias = others[0] if inputs.bias is not None else None
         if bias is not None:
             bias = torch.where(holes, -torch.inf, bias)
         options = dict(inputs.options, bias=bias, backend=backend, return_lse=with_lse)
         if inputs.dropout_seed is not None:
             options["dropout_seed"] = inputs.dropout_seed
+        if inputs.pair_gate is not None:
+            options["pair_gate"] = others[-1]
         if case.variant.varlen:
             found = flashsci.varlen_attention(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **options)
         else:
@@ -174,7 +189,7 @@ def test_reference_derivatives(feature):
 
 
 @pytest.mark.parametrize(
-    "feature", [f for f in FEATURES if "softcap" not in f and "packed" not in f and f != "dropout"]
+    "feature", [f for f in FEATURES if "softcap" not in f and "packed" not in f and "gate" not in f and f != "dropout"]
 )
 def test_sdpa_derivatives(feature):
     call, leaves = differentiable(FEATURES[feature], "sdpa", with_lse=False)

@@ -51,6 +51,10 @@ def test_one_more_column(backend, half):
     of_truth = gradients(truth, (dout.double(), dlse.double()), *wide)
     for a, b in zip((out, lse, *found), (*truth, *of_truth), strict=True):
         agree(a, b)
+    recorded = torch.autograd.grad((out, lse), (*inputs, sink), (dout, dlse), create_graph=True)
+    assert recorded[3][1] == 0
+    for a, b in zip(recorded, of_truth, strict=True):
+        agree(a.detach(), b)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -77,11 +77,11 @@ def kernels(stand_in):
 
 
 def serves(entry, name, backend):
-    """Whether this backend has such a call at all, apart from derivatives; the stand-in has dense ones without dropout and ALiBi."""
+    """Whether this backend has such a call at all, apart from derivatives; the stand-in has dense ones without dropout, ALiBi and gates."""
     if backend == "reference":
         return True
     if backend == "triton":
-        return entry in ("attention", "attention_backward", "sdpa") and name != "dropout_seed"
+        return entry in ("attention", "attention_backward", "sdpa") and name not in ("dropout_seed", "pair_gate")
     return entry == "sdpa" or (entry == "attention" and name in ("q", "k", "v", "bias", "mask", "key_weight"))
 
 
@@ -122,6 +122,9 @@ def test_derivatives_are_right_in_every_mode(entry, name, backend):
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(first(call(forward_ad.make_dual(x, x.cos()), backend)))
     torch.testing.assert_close(dual.tangent, first(found), rtol=1e-9, atol=1e-11)
+    twice = func.jvp(lambda y: first(func.jvp(call_of(call, backend), (y,), (y.cos(),))[1]), (x,), (x.sin(),))[1]
+    due = func.jvp(lambda y: first(func.jvp(call_of(call, "reference"), (y,), (y.cos(),))[1]), (x,), (x.sin(),))[1]
+    torch.testing.assert_close(twice, due, rtol=1e-9, atol=1e-11)
     mapped = func.vmap(lambda t: func.jvp(call_of(call, backend), (x,), (t,))[1])
     each = mapped(torch.stack([x.cos(), x.sin()]))
     torch.testing.assert_close(first(each)[0], first(found), rtol=1e-9, atol=1e-11)
@@ -169,8 +172,8 @@ def test_transforms_of_other_tensors_are_fine(which, way, backend):
 @pytest.mark.parametrize("mode", [Asked.REVERSE, Asked.FORWARD])
 @pytest.mark.parametrize("packed_call", [False, True])
 def test_derivatives_by_slopes_are_the_references(packed_call, mode):
-    """Triton's own kernels refuse, "auto" goes to the reference, `explain` says so, and a call without derivatives in between
-    leaves no plan behind."""
+    """Triton's own kernels have the gradient of an eager call and refuse all others, "auto" goes to the reference, `explain` says so,
+    and a call without derivatives in between leaves no plan behind."""
     entry = "varlen_attention" if packed_call else "attention"
     tensors, function = CALLS[entry]
     needed, others = tensors()
@@ -188,8 +191,11 @@ def test_derivatives_by_slopes_are_the_references(packed_call, mode):
         names: list[str] = []
         call("triton")(slopes)
         call("auto")(slopes)
-        with pytest.raises(flashsci.BackendError, match="ALiBi slopes have no gradient"):
-            pytest.fail(f"{way}: {ask(call('triton'), slopes)}")
+        if way == "requires_grad":
+            torch.testing.assert_close(ask(call("triton"), slopes), ask(call("reference"), slopes))
+        else:
+            with pytest.raises(flashsci.BackendError, match="ALiBi slopes have no derivative"):
+                pytest.fail(f"{way}: {ask(call('triton'), slopes)}")
         for a, b in zip(flat(ask(call("auto"), slopes)), flat(ask(call("reference"), slopes)), strict=True):
             assert torch.equal(a, b), way
         ask(chosen, slopes)

@@ -18,6 +18,7 @@ import flashsci.api.residual
 import flashsci.api.varlen
 from flashsci.call import kinds, ops
 from flashsci.call.fp8_ops import FP8Tensors
+from flashsci.call.laplacian_tensors import LaplacianTensors
 from flashsci.call.paged_ops import PagedTensors
 from flashsci.call.plans import plans
 from flashsci.call.residual_ops import ResidualCall
@@ -67,10 +68,10 @@ def test_tangents_are_the_first_tensors():
 
 
 def test_what_users_give_reaches_kernels_under_its_name():
-    """A sink is the exception: the pass behind the kernels reads it."""
+    """Exceptions: the pass behind the kernels reads a sink, and a gate has ops of its own. Kernels also take what is made of such tensors."""
     given = {*kinds.Dense._fields, *kinds.Packed._fields, *kinds.Seeded._fields}
-    assert given - set(ops.Tensors._fields) == {"sink"}
-    assert set(ops.Tensors._fields) - given == {"bias_offsets"}
+    assert given - set(ops.Tensors._fields) == {"sink", "pair_gate"}
+    assert set(ops.Tensors._fields) - given == {"bias_offsets", "mask_tiles"}
 
 
 def wider(declaration):
@@ -164,8 +165,8 @@ def test_the_library_declares_what_it_reads(name):
     problem = flashsci.explain(*rows(1, 2, 4, 8), mask=torch.ones(4, 4, dtype=torch.bool)).problem
     assert problem.given == ("q", "k", "v", "mask")
     assert backend.ignores(problem, problem.kind) is None
-    slopes = flashsci.explain(*rows(1, 2, 4, 8), alibi_slopes=torch.ones(2)).problem
-    assert "alibi_slopes" in backend.ignores(slopes, slopes.kind)
+    gated = flashsci.explain(*rows(1, 2, 4, 8), pair_gate=torch.ones(4, 4)).problem
+    assert "pair_gate" in backend.ignores(gated, gated.kind)
 
 
 @pytest.mark.parametrize("name", [*backends.BACKENDS, *backends.GENERATIONS, "eager", "reference:packed"])
@@ -176,6 +177,7 @@ def test_only_declared_tensors_are_read(name):
         kinds.PAGED: set(PagedTensors._fields),
         kinds.FP8: set(FP8Tensors._fields),
         kinds.RESIDUAL: set(ResidualCall._fields),
+        kinds.LAPLACIAN: set(LaplacianTensors._fields),
     }
     for kind, names in backends.find(name).load().READS.items():
         assert names <= known[kind], kind

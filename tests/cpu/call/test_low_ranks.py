@@ -123,6 +123,6 @@ def test_the_general_way_gets_tensors_of_one_rank(reads_addresses):
 
     plan = plans.Plan(None, Module, None, None, 4)
     given = (*torch.randn(3, B, H, S, D).unbind(0), torch.randn(S, S), torch.rand(S), None)
-    given = (*given, None, None, None, None, None)
+    given = (*given, None, None, None, None, None, None)
     plan.prepared(given)(given)
     assert seen == [[(1, 1, S, S), (1, 1, S), None]]

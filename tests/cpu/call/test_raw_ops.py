@@ -14,10 +14,12 @@ from flashsci.backends import cuda
 
 NAMES = (
     "q", "k", "v", "bias", "key_weight", "mask", "cu_seqlens_q", "cu_seqlens_k", "bias_offsets", "dropout_seed", "alibi_slopes",
+    "mask_tiles",
 )  # fmt: skip
 SCALARS = {
     "max_seqlen_q": -1, "max_seqlen_k": -1, "scale": 0.25, "softcap": 0.0, "window_left": -1, "window_right": -1,
     "lower_right": False, "dropout_p": 0.0, "precision": "default", "deterministic": False,
+    "caps_bias": False,
 }  # fmt: skip
 TANGENTS = ("tq", "tk", "tv", "tbias", "tkey_weight")
 
@@ -48,7 +50,7 @@ def packed():
 
 
 def call(op, values):
-    """One of the four Triton ops with the values given by name."""
+    """One of the five Triton ops with the values given by name."""
     of = lambda names: [values.get(name) for name in names]  # noqa: E731
     scalars = [values.get(name, default) for name, default in SCALARS.items()]
     raw = torch.ops.flashsci
@@ -58,6 +60,15 @@ def call(op, values):
         return raw.triton_backward(*of(("dout", "dlse", *NAMES, "out", "lse")), *scalars, values.get("need", 31))
     if op == "jvp":
         return raw.triton_jvp(*of((*TANGENTS, *NAMES, "out", "lse")), *scalars)
+    if op == "second_jvp":
+        values = (
+            {f"u{n}": torch.ones_like(values[n]) for n in ("q", "k")}
+            | dict.fromkeys(("tlse", "ulse"), values["lse"])
+            | values
+        )
+        seconds = [f"{prefix}{n[1:]}" for prefix in ("u", "tu") for n in TANGENTS]
+        given = [values.get(n) for n in (*TANGENTS, *seconds, "tlse", "ulse", *NAMES, "out", "lse")]
+        return raw.triton_second_jvp(*given, *scalars)
     return raw.triton_double_backward(
         *of((*TANGENTS, "dout", "dlse", *NAMES, "out", "lse")), *scalars, values.get("need", 127)
     )
@@ -148,14 +159,22 @@ ALONG = (
     ("tangent of bias must have shape", {"tbias": R(2, 4, 5, 7), "bias": R(1, 4, 5, 7)}),
     ("a tangent of key_weight needs key_weight", {"tkey_weight": R(2, 2, 7)}),
 )
+ALONG_TWICE = (
+    ("tangent of q must have shape", {"uq": R(2, 4, 5, 8)}),
+    ("tangent of v must have shape", {"tuv": R(7, 8)}),
+    ("a tangent of bias needs bias", {"tubias": R(2, 4, 5, 7)}),
+    ("tlse must have shape", {"tlse": R(2, 4, 6)}),
+    ("ulse must be torch.float32", {"ulse": R(2, 4, 5).half()}),
+)
 CASES = [
     (op, base, message, change)
     for ops, base, table in (
-        (("forward", "backward", "jvp", "double_backward"), dense, DENSE),
-        (("forward", "backward", "jvp", "double_backward"), packed, PACKED),
-        (("backward", "jvp", "double_backward"), dense, RESULTS),
+        (("forward", "backward", "jvp", "second_jvp", "double_backward"), dense, DENSE),
+        (("forward", "backward", "jvp", "second_jvp", "double_backward"), packed, PACKED),
+        (("backward", "jvp", "second_jvp", "double_backward"), dense, RESULTS),
         (("backward", "double_backward"), dense, COTANGENTS),
-        (("jvp", "double_backward"), dense, ALONG),
+        (("jvp", "second_jvp", "double_backward"), dense, ALONG),
+        (("second_jvp",), dense, ALONG_TWICE),
     )
     for op in ops
     for message, change in table
@@ -166,13 +185,13 @@ CASES = [
 def test_a_triton_op_refuses(number):
     op, base, message, change = CASES[number]
     values = base()
-    if op in ("jvp", "double_backward"):
+    if op in ("jvp", "second_jvp", "double_backward"):
         values["tq"] = torch.randn_like(values["q"])
     with pytest.raises((ValueError, TypeError), match=message):
         call(op, {**values, **change})
 
 
-@pytest.mark.parametrize("op", ["forward", "backward", "jvp", "double_backward"])
+@pytest.mark.parametrize("op", ["forward", "backward", "jvp", "second_jvp", "double_backward"])
 def test_a_call_that_was_fine_does_not_let_others_through(op):
     values = dense()
     values["tq"] = torch.randn_like(values["q"])
@@ -183,7 +202,7 @@ def test_a_call_that_was_fine_does_not_let_others_through(op):
     call(op, values)
 
 
-@pytest.mark.parametrize("op", ["forward", "backward", "jvp", "double_backward"])
+@pytest.mark.parametrize("op", ["forward", "backward", "jvp", "second_jvp", "double_backward"])
 @pytest.mark.parametrize(
     "name",
     ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse", "dout", "dlse", "dropout_seed"],
@@ -199,7 +218,7 @@ def test_a_triton_op_takes_any_strides(op, name):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("op", ["forward", "backward", "jvp", "double_backward"])
+@pytest.mark.parametrize("op", ["forward", "backward", "jvp", "second_jvp", "double_backward"])
 @pytest.mark.parametrize(
     "starts", [[0], [0, 5], [0, 0, 5], [3, 1, 4], [-5, 2, 99], [0, 2**31 - 1, 5], [-(2**31), 0, 5], [9, 9, 9]]
 )

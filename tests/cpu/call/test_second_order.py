@@ -421,14 +421,95 @@ def test_a_graph_of_the_second_derivative_may_be_made_and_dropped():
     close(*results)
 
 
-def test_forward_over_forward_raises():
+@pytest.mark.parametrize("name", VARIANTS)
+def test_forward_over_forward(name):
+    """Along directions that move with the inputs, and along fixed ones."""
+    make, options = VARIANTS[name]
+    tensors = tuple(inputs(**make, grad=False))
+    along = tuple(x.sin() for x in tensors)
+    for moves in (lambda x: x.cos(), lambda x: torch.ones_like(x)):
+        found = []
+        for backend in ("triton", "reference"):
+            first = lambda *x, b=backend, m=moves: torch.func.jvp(total(b, **options), x, tuple(map(m, x)))[1]  # noqa: E731
+            found.append(torch.func.jvp(first, tensors, along)[1])
+        close(*found, name)
+
+
+@pytest.mark.parametrize("moved", [m for n in (1, 2, 3) for m in itertools.combinations(range(4), n)])
+def test_forward_over_forward_of_some_tensors(moved):
+    """Every pair of tensors that move along the two directions."""
+    tensors = inputs(bias=(2, 2, 4, 5), grad=False)
+    for others in ((0,), (1, 3), (2,), moved):
+        found = []
+        for backend in ("triton", "reference"):
+            values = torch.zeros(2, dtype=torch.float64)
+
+            def call(s, r, b=backend, others=others):
+                xs = [x + s * x.sin() * (i in moved) + r * x.cos() * (i in others) for i, x in enumerate(tensors)]
+                return total(b)(*xs)
+
+            second = lambda s, b=backend, v=values: torch.func.jvp(lambda r: call(s, r, b), (v[1],), (v[1] + 1,))[1]  # noqa: E731
+            found.append(torch.func.jvp(second, (values[0],), (values[0] + 1,))[1])
+        close(*found, (moved, others))
+
+
+def test_a_direction_that_alone_moves_is_linear(monkeypatch):
+    """A tangent of the direction is no second derivative: of it reverse mode has two more orders."""
     q, k, v = inputs(grad=False)
-    jacobian = torch.func.jacfwd(torch.func.jacfwd(lambda q: total("triton")(q, k, v)))
-    with pytest.raises(flashsci.BackendError, match=r"forward mode over.*jacfwd\(torch.func.jacrev"):
-        jacobian(q)
-    third = torch.func.jacfwd(torch.func.hessian(lambda q: total("triton")(q, k, v)))
-    with pytest.raises(flashsci.BackendError, match="forward mode over"):
-        third(q)
+    direction = torch.randn_like(q)
+    monkeypatch.setattr(triton, "second_jvp", None)
+    found = []
+    for backend in ("triton", "reference"):
+        along = lambda t, b=backend: torch.func.jvp(lambda q: total(b)(q, k, v), (q,), (t,))[1]  # noqa: E731
+        moved = lambda t, along=along: torch.func.jvp(along, (t,), (t.cos(),))[1]  # noqa: E731
+        found.append((moved(direction), torch.func.grad(moved)(direction)))
+    for a, b in zip(*found, strict=True):
+        close(a, b)
+
+
+def test_a_hessian_by_forward_mode():
+    q, k, v = inputs(grad=False)
+    a, b = (torch.func.jacfwd(torch.func.jacfwd(lambda q, x=x: total(x)(q, k, v)))(q) for x in ("triton", "reference"))
+    close(a, b)
+    close(a, torch.func.hessian(lambda q: total("triton")(q, k, v))(q))
+
+
+@pytest.mark.parametrize("mapped", ["values", "first direction", "second direction", "both directions"])
+def test_mapped_forward_over_forward(mapped):
+    q, k, v = inputs(grad=False)
+    samples = torch.stack([q.sin(), q.cos(), q])
+
+    def call(x, t, u, backend):
+        first = lambda y: torch.func.jvp(lambda y: total(backend)(y, k.sin() * y.mean(), v), (y,), (t * y,))[1]  # noqa: E731
+        return torch.func.jvp(first, (x,), (u,))[1]
+
+    given = {
+        "values": lambda x: (x, q, k.mean() * q),
+        "first direction": lambda x: (q, x, q.cos()),
+        "second direction": lambda x: (q, q.cos(), x),
+        "both directions": lambda x: (q, x, x.cos()),
+    }[mapped]
+    found = torch.func.vmap(lambda x: call(*given(x), "triton"))(samples)
+    close(found, torch.stack([call(*given(x), "reference") for x in samples]))
+
+
+def test_third_order_of_forward_mode_raises():
+    q, k, v = inputs(grad=False)
+    call = lambda q: total("triton")(q, k, v)  # noqa: E731
+    along = lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),))[1]  # noqa: E731
+    twice = along(along(call))
+    thrice = {
+        "forward": lambda: along(twice)(q),
+        "reverse": lambda: torch.func.grad(twice)(q),
+        "recorded": lambda: torch.autograd.grad(twice(leaf), leaf),
+        "forward over reverse over reverse": lambda: torch.func.jacfwd(torch.func.hessian(call))(q),
+        "forward twice over reverse": lambda: along(along(torch.func.grad(call)))(q),
+        "mapped": lambda: torch.func.vmap(along(twice))(torch.stack([q, q])),
+    }
+    leaf = q.clone().requires_grad_()
+    for name, ask in thrice.items():
+        with pytest.raises(flashsci.BackendError, match="a third derivative through a fused kernel"):
+            pytest.fail(f"{name}: {ask()}")
 
 
 class Bare:
@@ -460,6 +541,9 @@ def test_triton_serves_the_second_order_of_other_backends(bare, fresh_choices):
     direction = tuple(x.detach().cos() for x in (q, k, v))
     primals = tuple(x.detach() for x in (q, k, v))
     a, b = (torch.func.jvp(attend(x), primals, direction)[1] for x in ("cuda", "triton"))
+    assert torch.equal(a, b)
+    along = lambda f: lambda *x: torch.func.jvp(f, x, direction)[1]  # noqa: E731
+    a, b = (along(along(attend(x)))(*primals) for x in ("cuda", "triton"))
     assert torch.equal(a, b)
 
 

@@ -10,6 +10,7 @@ from flashsci.testing import SMALL_CALLS, DrawnCall, draw_call
 from tools.bench import drawn
 from tools.bench.drawn import measure, report
 from tools.choice import drawn as choosing
+from tools.choice.samples import of_drawn
 
 H200 = {"gpu": "NVIDIA H200", "capability": [9, 0]}
 CALL = DrawnCall(1, 7, "step", batch=4, heads=8, heads_k=8, seq_q=1000, seq_k=1000, dim=128, dim_v=128)
@@ -71,6 +72,45 @@ def test_a_chooser_is_fitted_on_some_seeds_and_judged_on_others():
     unknown = choosing.regrets(judged, lambda m: ("eager", "eager"))
     assert [r.ratio for r in unknown] == [None] * 3
     assert "?  eager: 2/0" in choosing.text(unknown)
+
+
+def test_predicted_times_are_a_chooser(monkeypatch, tmp_path, capsys):
+    of_times = {("cuda", "cuda"): 90.0, ("triton", "triton"): 40.0, ("cuda", "triton"): 60.0}
+    found = choosing.measured(record(CALL, of_times))
+    monkeypatch.setattr(choosing, "able", lambda m: list(of_times))
+    monkeypatch.setattr(choosing.predictions, "times", lambda p, pairs: {pair: of_times[pair] for pair in pairs})
+    assert choosing.rules(found) == ("cuda", "cuda")
+    assert choosing.predicted(found) == ("triton", "triton")
+    monkeypatch.setattr(choosing.predictions, "times", lambda p, pairs: None)
+    assert choosing.predicted(found) == ("cuda", "cuda")
+    path = saved(tmp_path / "drawn.jsonl", record(CALL, of_times))
+    assert choosing.main([str(path), "--chooser", "predicted"]) == 0
+    assert "predicted, with predictions of 0 of 1 calls" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(library.load() is not None, reason="the library is not built here")
+def test_drawn_records_are_samples_of_passes(tmp_path):
+    both, alone = (
+        record(CALL, {("triton", "triton"): 100.0}),
+        record(replace(CALL, work="forward"), {("sdpa", None): 40.0}),
+    )
+    masked = record(replace(CALL, mask="prefix"), {("triton", "triton"): 100.0})
+    tiled = record(replace(CALL, mask="prefix", seq_q=2000, seq_k=2000), {("triton", "triton"): 100.0})
+    for one in (both, alone, masked, tiled):
+        for timed in one["candidates"].values():
+            timed["gpu_us"] = timed["loop_us"]
+    path = saved(tmp_path / "drawn.jsonl", both, alone, masked, tiled)
+    found = of_drawn(path, lambda sample: 30.0)
+    assert [(s.family, s.time) for s in found] == [
+        ("triton/dense backward, 16 bits", 70.0),
+        ("sdpa/plain forward, 16 bits", 40.0),
+        ("triton/dense backward, 16 bits", 70.0),
+    ]
+    assert [s.words["mask_by_query"] for s in found] == [False, False, True]
+    assert found[2].work.biased == found[2].work.scores and found[2].work.modified == found[0].work.biased == 0
+    assert choosing.measured(tiled).problem.mask_tiles
+    assert found[0].groups["suite"] == "seed 1"
+    assert [s.time for s in of_drawn(path, lambda sample: 90.0)] == [40.0]  # too little is left to say anything
 
 
 def test_the_library_says_which_strides_it_takes(monkeypatch):

@@ -557,7 +557,9 @@ def test_wide_heads_keep_the_sm80_backward(no_hopper_backward):
         ({"dtype": torch.float32}, "cuda"),
         ({"dtype": torch.float32, "mask": True}, "triton"),
         ({"dtype": torch.float32, "head_dim": 32, "head_dim_v": 32}, "triton"),
-        ({"capability": (8, 0)}, "cuda"),
+        ({"capability": (8, 0)}, "sdpa"),
+        ({"capability": (8, 0), "softcap": 3.0}, "cuda"),
+        ({"capability": (8, 0), "varlen": True}, "cuda"),
         ({"capability": (7, 5), "dtype": torch.float16}, "sdpa"),
     ],
 )

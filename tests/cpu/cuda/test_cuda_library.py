@@ -271,7 +271,7 @@ def test_features_that_were_refused_do_not_pass_silently():
     q = torch.zeros(1, 4, 8)
     with pytest.raises(
         flashsci.BackendError,
-        match="no dropout, no alibi_slopes and no bias of packed sequences, and has key_weight for float32",
+        match="no alibi_slopes beside a bias or key_weight, no softcap of biased scores and no bias of packed sequences, and has key_weight",
     ):
         backend.forward(ops.Tensors(q, q, q), SCALARS._replace(dropout_p=0.5))
 
@@ -282,6 +282,8 @@ def test_no_gradients_without_what_the_forward_had(backward, lacking):
     """Of what another backend computed, whoever chose this one for them."""
     q = torch.zeros(1, 33, 8)  # too long for key weights
     more = {} if lacking == "dropout_p" else {lacking: torch.ones(1)}
+    if lacking == "alibi_slopes":
+        more["bias"] = torch.zeros(1, 1, 1)
     scalars = SCALARS._replace(dropout_p=0.5 if lacking == "dropout_p" else 0.0)
     saved = ops.Saved(ops.Tensors(q, q, q, **more), q, q[..., 0], scalars)
     with pytest.raises(flashsci.BackendError, match="has no dropout, no alibi"):

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent / "csrc"
 REWRITTEN = (
     (r"([\w<>:]+)<<<(.*?), [^,]*>>>\(", r"emulation::launch(\1, \2, "),
     (
-        r"extern __shared__ unsigned char (\w+)\[\]",
+        r"extern __shared__ (?:__align__\(128\) )?unsigned char (\w+)\[\]",
         r"auto* const \1 = emulation::address_space + emulation::kBase",
     ),
 )

@@ -70,7 +70,8 @@ def formula(module, query, key, value, mask, scaling=None, softcap=None, s_aux=N
     total = weights.sum(-1, keepdim=True)
     if s_aux is not None:
         total = total + torch.exp(s_aux).reshape(-1, 1, 1)
-    return (weights / torch.where(total == 0, 1, total) @ value).transpose(1, 2), None
+    weights = weights / torch.where(total == 0, 1, total)
+    return (weights @ value).transpose(1, 2), weights
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -620,10 +621,39 @@ def test_refused_by_name(name):
         integration.attention_forward(Layer(), q, k, v, None, **{name: True})
 
 
-def test_probabilities_are_refused_by_models():
-    _, _, ours = models("llama")
-    with pytest.raises(ValueError, match="output_attentions is not supported"):
-        ours(tokens(), output_attentions=True)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "bert"])
+def test_probabilities_of_models(name):
+    """Those of every layer, as near to the formula in float64 as eager attention's."""
+    exact, eager, ours = models(name)
+    padded = torch.ones(2, LENGTH, dtype=torch.int64)
+    padded[1, -3:] = 0
+    given = dict(input_ids=tokens(), attention_mask=padded)
+    with torch.no_grad():
+        due, plain, found = (m(**given, output_attentions=True).attentions for m in (exact, eager, ours))
+    seen = padded.bool()[:, None, :, None]
+    assert len(found) == len(due) == 2
+    for a, b, c in zip(due, plain, found, strict=True):
+        error, allowed = ((x.double() - a).masked_fill(~seen, 0).norm() for x in (c, b))
+        assert c.shape == a.shape and error <= 2 * allowed + 8 * torch.finfo(torch.float32).eps * a.norm()
+
+
+@pytest.mark.parametrize("how", ["packed", "unused keys", "decoding", "empty rows"])
+def test_probabilities_give_the_output(how):
+    q, k, v = heads(2, 4, 6, 8)
+    mask, more = None, {}
+    if how == "packed":
+        more = dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    elif how == "unused keys":
+        q = q[:, :, :4]
+    elif how == "decoding":
+        q = q[:, :, :1]
+    else:
+        mask = torch.rand(2, 1, 6, 6) < 0.5
+        mask[:, :, 2] = False
+    out, weights = integration.attention_forward(Layer(), q, k, v, mask, output_attentions=True, **more)
+    assert weights.shape == (*q.shape[:3], k.shape[2]) and weights.dtype == q.dtype
+    torch.testing.assert_close((weights @ v).transpose(1, 2), out)
+    assert torch.equal(integration.attention_forward(Layer(), q, k, v, mask, **more)[0].isfinite(), out.isfinite())
 
 
 def test_arguments_that_do_not_fit():

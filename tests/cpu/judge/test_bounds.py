@@ -108,6 +108,8 @@ def test_mistakes_fail(wrong, dtype):
     """Each of these mistakes in an otherwise honest kernel fails, although errors are far from gross."""
     variant = Variant(dtype=dtype, head_dim=32, head_dim_v=24, bias="pair", bias_grad=True, lse_grad=True)
     case = Case(variant=variant, seed=5, lead=(3,), heads_k=2, group=2, seq_q=70, seq_k=90, bias_shape=(1, 4, 70, 90))
+    if wrong == "bias gradient without the slope":
+        case = replace(case, variant=replace(variant, softcap=True, caps_bias=True), softcap=2.0)
     inputs = make_inputs(case)
     judge = Judge(inputs)
     judge.require(flash_like(inputs))
@@ -338,10 +340,10 @@ def test_assert_accurate_names_the_tensor(monkeypatch):
         judge.require(evaluate(inputs, "reference"))
 
 
-def second_order_inputs(dtype, **fields):
+def second_order_inputs(dtype, caps_bias=False, **fields):
     variant = Variant(
         dtype=dtype, head_dim=32, head_dim_v=24, bias="pair", bias_grad=True, lse_grad=True, softcap=True, dropout=True,
-        tangents="qkvb",
+        tangents="qkvb", caps_bias=caps_bias,
     )  # fmt: skip
     plain = {"lead": (3,), "heads_k": 2, "seq_q": 70, "seq_k": 90, "bias_shape": (1, 2, 70, 90)}
     return make_inputs(Case(variant=variant, seed=5, softcap=2.0, dropout_p=0.2, **(plain | fields)))
@@ -354,6 +356,7 @@ def test_an_honest_second_order_passes_and_scaled_results_fail(dtype):
         {"seq_q": 33, "seq_k": 17, "bias_shape": (1, 1, 33, 17)},
         {"magnitude": "peaked"},
         {"tangent_magnitude": "offset"},
+        {"caps_bias": True},
     ):
         judge = Judge(second_order_inputs(dtype, **fields))
         found = second_like(judge.inputs)

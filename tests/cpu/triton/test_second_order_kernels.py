@@ -129,6 +129,62 @@ CASES = {
     "packed, short, bias of keys": case({"varlen": True, **KEY}, bias_shape=(2, 45), **SHORT_PACKED),
     "packed, short, bias of pairs": case({"varlen": True, **PAIR}, bias_shape=(2, SHORT_PAIRS), **SHORT_PACKED),
 }  # fmt: skip
+# A softcap of scores with their bias, in each kernel of its gradient.
+CAPPED = {"softcap": True, "caps_bias": True, "lse_grad": True}
+for prefix, seq_q, seq_k, sizes in (("", 40, 37, {}), ("short, ", 17, 23, SHORT)):
+    CASES |= {
+        f"{prefix}capped bias": case({**CAPPED, **PAIR}, softcap=2.0, bias_shape=(2, 2, seq_q, seq_k), bias_holes=True, **sizes),
+        f"{prefix}capped bias, shared": case(
+            {**CAPPED, **PAIR, **WEIGHT, "tangents": "qkvbw"}, softcap=2.0, bias_shape=(1, 1, seq_q, seq_k), weight_shape=(2, 1, seq_k), **sizes
+        ),
+        f"{prefix}capped bias of keys": case({**CAPPED, **KEY, "alibi": True}, softcap=2.0, bias_shape=(2, 1, 1, seq_k), **sizes),
+        f"{prefix}capped bias of queries": case({**CAPPED, **PAIR, "tangents": "b"}, softcap=2.0, bias_shape=(2, 1, seq_q, 1), **sizes),
+    }  # fmt: skip
+CASES["packed, capped bias of pairs"] = case(
+    {"varlen": True, **CAPPED, **PAIR}, softcap=2.0, bias_shape=(2, PAIRS), **PACKED
+)
+# A gate of pairs, of every shape and view that its kernels tell apart.
+GATE = {"gate": "float", "lse_grad": True, "tangents": "qkvg"}
+CASES |= {
+    "gate": case(GATE, gate_shape=(2, 2, 40, 37)),
+    "gate, bf16": case({**GATE, "dtype": "bfloat16", "gate": "inputs"}, gate_shape=(1, 2, 40, 37), gate_view="linear"),
+    "gate and everything": case(
+        {**GATE, **PAIR, **WEIGHT, "softcap": True, "caps_bias": True, "dropout": True, "tangents": "qkvbwg"},
+        softcap=2.0, dropout_p=0.2, bias_shape=(2, 1, 40, 37), weight_shape=(2, 1, 37), gate_shape=(2, 1, 40, 37),
+    ),
+    "gate of all heads, causal, fp16": case(
+        {**GATE, "dtype": "float16", "window": True}, causal=True, gate_shape=(2, 1, 40, 37), gate_view="padded"
+    ),
+    "gate of keys": case(GATE, gate_shape=(2, 2, 1, 37)),
+    "gate of queries": case(GATE, gate_shape=(40, 1)),
+    "gate of heads": case(GATE, gate_shape=(2, 1, 1)),
+    "gate of keys, causal": case({**GATE, "window": True}, causal=True, align="lower_right", gate_shape=(37,)),
+    "gate of pairs for all": case(GATE, lead=(5,), gate_shape=(40, 37), gate_view="transposed"),
+    "gate, one query": case(GATE, seq_q=1, gate_shape=(2, 2, 1, 37)),
+    "gate, one key": case(GATE, seq_k=1, gate_shape=(2, 2, 40, 1)),
+    "gate, no keys": case(GATE, seq_k=0, gate_shape=(2, 2, 40, 1)),
+    "gate, window, mask, sink": case(
+        {**GATE, "mask": True, "window": True, "sink": "float"},
+        window=(9, 4), gate_shape=(2, 2, 40, 37), mask_shape=(2, 1, 40, 37), mask_kind="rows",
+    ),
+    "gate and a bias": case({**GATE, **PAIR, "tangents": "qkvbg"}, gate_shape=(1, 2, 40, 37), bias_shape=(2, 2, 40, 37), bias_holes=True),
+    "gate and a bias of keys": case({**GATE, **KEY, "tangents": "qkvbg"}, gate_shape=(2, 2, 40, 37), bias_shape=(2, 1, 1, 37)),
+    "gate and a bias of queries": case({**GATE, **PAIR, "tangents": "qkvbg"}, gate_shape=(2, 1, 40, 37), bias_shape=(2, 1, 40, 1)),
+    "gate, two batch dims, ALiBi": case(
+        {**GATE, "alibi": True, "dropout": True}, dropout_p=0.2, rank=5, lead=(2, 3), seq_q=33, seq_k=20, gate_shape=(3, 1, 33, 20)
+    ),
+    "gate, keys of their own": case({**GATE, "head_dim": 40, "head_dim_v": 24}, heads_k=2, group=1, gate_shape=(2, 2, 40, 37), layout="bshd"),
+    "gate, wide heads": case({**GATE, "head_dim": 129, "head_dim_v": 200}, gate_shape=(2, 2, 17, 23), **SHORT),
+    "gate, huge scores": case(GATE, magnitude="huge", gate_shape=(2, 2, 40, 37)),
+    "gate, common shift": case({**GATE, **PAIR, "dtype": "bfloat16", "tangents": "qkvbg"}, bias_shape=(2, 2, 40, 37),
+                               gate_shape=(2, 2, 40, 37), tangent_magnitude="offset"),
+}  # fmt: skip
+# Absent tangents beside a gate.
+for some in ("g", "q", "v", "kg", "vg", "wg", "bg"):
+    variant = {**GATE, **PAIR, **WEIGHT, "softcap": True, "tangents": some}
+    CASES[f"gate, tangents of {some}"] = case(
+        variant, softcap=2.0, gate_shape=(2, 1, 40, 37), bias_shape=(2, 2, 40, 37), weight_shape=(2, 1, 37)
+    )
 # Absent tangents, each in the large kernels and in the one for short sequences.
 for some in ("w", "qw", "vw"):
     variant = {**WEIGHT, "softcap": True, "tangents": some}
@@ -146,7 +202,8 @@ QUICK = {
     "fp32", "bf16", "odd head dims", "two chunks", "one key", "no keys", "no queries", "causal, lower right", "window",
     "softcap and bias", "dropout", "full bias", "bias shared by heads", "mask", "nothing visible", "packed",
     "packed, bias of pairs", "short", "short, full bias", "packed, short", "key weights", "key weights and a shared bias",
-    "short, key weights", "ALiBi", "tangents of qvb", "short, tangents of k",
+    "short, key weights", "ALiBi", "tangents of qvb", "short, tangents of k", "capped bias, shared", "short, capped bias", "gate and everything",
+    "gate of keys", "gate, window, mask, sink", "gate, tangents of vg",
 }  # fmt: skip
 
 
@@ -158,11 +215,12 @@ def quick_first(names, quick):
 
 @pytest.mark.parametrize("name", quick_first(CASES, QUICK))
 def test_named(name):
-    judge = Judge(make_inputs(CASES[name]))
+    judge = Judge(replace(make_inputs(CASES[name]), twice=not CASES[name].variant.gate))
     with poisoned_memory():
         found = evaluate(judge.inputs, "triton")
     judge.require(found)
     assert {"gq", "gk", "gv", "gdout", "tout", "tlse"} <= set(found)
+    assert ({"tuout", "tulse"} <= set(found)) is (CASES[name].variant.gate is None)
 
 
 # Heads so wide that scores are held in memory, of every dense case.
@@ -184,10 +242,10 @@ def test_wide_heads(name, monkeypatch):
         honest = getattr(Wide, what)
         spy = lambda *a, what=what, honest=honest, **k: served.append(what) or honest(*a, **k)  # noqa: E731
         monkeypatch.setattr(Wide, what, spy)
-    judge = Judge(make_inputs(WIDE[name]))
+    judge = Judge(replace(make_inputs(WIDE[name]), twice=not WIDE[name].variant.gate))
     with poisoned_memory():
         judge.require(evaluate(judge.inputs, "triton"))
-    assert len(set(served)) == 4 or name in ("no keys", "no queries")
+    assert len(set(served)) == 4 or name.endswith(("no keys", "no queries"))
 
 
 @pytest.mark.parametrize("part", quick_first(range(6), {0}))
@@ -195,7 +253,7 @@ def test_generated(part):
     # Triton refuses gradients of key weights beside a sink.
     pool = [v for v in second_order_variants(max_dim=96) if not (v.sink and v.key_weight_grad)]
     for generated in generate(50 + part, 5, pool, lengths=SMALL_LENGTHS, score_limit=3000):
-        judge = Judge(make_inputs(generated))
+        judge = Judge(replace(make_inputs(generated), twice=not generated.variant.gate))
         with poisoned_memory():
             judge.require(evaluate(judge.inputs, "triton"))
 
@@ -211,6 +269,7 @@ def test_intermediate_values_beyond_fp16(sizes, bias):
     with torch.no_grad():
         inputs.key_weight[..., 5] = 0.0
         inputs.bias[..., 5] = 14.0
+    inputs = replace(inputs, twice=True)
     judge = Judge(inputs)
     for name in ("gq", "gk", "gv", "tout"):
         beyond = judge.truth[name].abs() > torch.finfo(torch.float16).max
@@ -264,5 +323,5 @@ def test_tangents_of_any_layout():
         "heads last": lambda s: torch.randn((s[0], s[2], s[3], s[1])).permute(0, 3, 1, 2),
     }
     for make in layouts.values():
-        given = replace(inputs, tangents={name: make(s) for name, s in shapes.items()})
+        given = replace(inputs, tangents={name: make(s) for name, s in shapes.items()}, twice=True)
         Judge(given).require(evaluate(given, "triton"))

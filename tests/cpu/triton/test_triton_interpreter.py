@@ -38,6 +38,64 @@ PACKED = {
 SHORT = {"seq_q": 17, "seq_k": 23}
 
 
+def capped_cases(seq_q, seq_k, prefix="", **fields):
+    """A softcap of scores with their bias and ALiBi, in each kernel of a bias gradient."""
+    pair, sizes = {"bias": "pair", "bias_grad": True}, {"seq_q": seq_q, "seq_k": seq_k, "softcap": 2.0, **fields}
+    of = {"softcap": True, "caps_bias": True, "lse_grad": True}
+    yield f"{prefix}capped bias", case({**of, **pair}, bias_shape=(2, 2, seq_q, seq_k), bias_holes=True, **sizes)
+    yield f"{prefix}capped bias beside NaN", case({**of, **pair}, bias_shape=(2, 2, seq_q, seq_k - 1), bias_view="padded",
+                                                  **sizes | {"seq_k": seq_k - 1})  # fmt: skip
+    yield (
+        f"{prefix}capped bias shared by the batch",
+        case({**of, **pair, "dtype": "bfloat16"}, bias_shape=(1, 2, seq_q, seq_k), **sizes),
+    )
+    yield (
+        f"{prefix}capped bias of keys, numbers",
+        case(
+            {**of, "bias": "key", "bias_grad": True, "bias_float": True, "dtype": "float16"},
+            bias_shape=(2, 1, 1, seq_k), bias_number="float32_min", bias_number_at="scattered", **sizes,
+        ),
+    )  # fmt: skip
+    yield f"{prefix}capped bias of queries", case({**of, **pair}, bias_shape=(2, 1, seq_q, 1), **sizes)
+    yield f"{prefix}capped ALiBi", case({**of, "alibi": True, "window": True}, causal=True, **sizes)
+
+
+def gated_cases():
+    """A factor of P, of every shape and view that its kernels tell apart."""
+    own, shared = (2, 2, 40, 37), (1, 2, 40, 37)
+    of = {"gate": "float", "lse_grad": True}
+    sizes = {"seq_k": 37}
+    pair = {"bias": "pair", "bias_grad": True}
+    yield "gate", case(of, gate_shape=own, **sizes)
+    yield "gate, fp16", case({**of, "dtype": "float16", "gate": "inputs"}, gate_shape=own, gate_view="padded", **sizes)
+    yield (
+        "gate of all heads, bf16",
+        case({**of, "dtype": "bfloat16"}, gate_shape=(2, 1, 40, 37), gate_view="linear", **sizes),
+    )
+    yield (
+        "gate, causal, dropout, key weights",
+        case(
+            {**of, "window": True, "dropout": True, "key_weight": "float", "key_weight_grad": True},
+            causal=True, dropout_p=0.5, gate_shape=shared, weight_shape=(2, 1, 37), **sizes,
+        ),
+    )  # fmt: skip
+    yield "gate and a bias", case({**of, **pair}, gate_shape=shared, bias_shape=own, bias_holes=True, **sizes)
+    yield "gate and a shared bias", case({**of, **pair, "softcap": True, "caps_bias": True}, softcap=2.0, gate_shape=own,
+                                         bias_shape=(2, 1, 40, 37), **sizes)  # fmt: skip
+    yield (
+        "gate and a bias of keys",
+        case({**of, "bias": "key", "bias_grad": True}, gate_shape=own, bias_shape=(2, 1, 1, 37), **sizes),
+    )
+    yield "gate and a bias of queries", case({**of, **pair}, gate_shape=own, bias_shape=(2, 1, 40, 1), **sizes)
+    yield "gate of keys", case(of, gate_shape=(2, 1, 1, 37), **sizes)
+    yield "gate of queries", case(of, gate_shape=(40, 1), **sizes)
+    yield "gate, window, mask, sink", case({**of, "mask": True, "window": True, "sink": "float"}, window=(9, 4), gate_shape=own,
+                                           mask_shape=(2, 1, 40, 37), mask_kind="rows", **sizes)  # fmt: skip
+    yield "gate, wide heads", case({**of, "head_dim": 130, "head_dim_v": 200}, gate_shape=(2, 2, 17, 23), **SHORT)
+    yield "gate, huge scores", case(of, magnitude="huge", gate_shape=own, **sizes)
+    yield "gate, no keys", case(of, gate_shape=(2, 2, 40, 1), seq_k=0)
+
+
 def long_cases():
     yield "fp32", case({"lse_grad": True})
     yield "fp16", case({"dtype": "float16", "head_dim": 64, "head_dim_v": 32})
@@ -63,6 +121,8 @@ def long_cases():
         case({"window": True}, window=(5, None), align="lower_right", seq_q=40, seq_k=60),
     )
     yield "softcap", case({"softcap": True}, softcap=2.0, magnitude="peaked")
+    yield from capped_cases(40, 40)
+    yield from gated_cases()
     yield "dropout", case({"dropout": True}, dropout_p=0.5, seq_k=37)
     yield (
         "full bias",
@@ -140,6 +200,7 @@ def short_cases():
         "short",
         case({"lse_grad": True, "window": True, "softcap": True}, causal=True, softcap=2.0, **SHORT),
     )
+    yield from capped_cases(17, 23, "short, ")
     yield "short, ALiBi", case({"alibi": True, "sink": "float"}, align="lower_right", **SHORT)
     yield (
         "short, two chunks",

@@ -8,6 +8,7 @@ Tiles     k, v and the fp32 dk, dv stay on chip, q and dO stream: 4 products a t
 Limits    registers: two accumulators and two score tiles at once
 """
 
+import triton
 import triton.language as tl
 
 from .chunks import (
@@ -23,8 +24,21 @@ from .chunks import (
 )
 from .coord import flat_row, key_tile, member, query_range
 from .dropout import drop, dropout_keep
+from .gate import gate_of, gated
 from .kernel import kernel
-from .scores import PLANE, alibi_of, bias_of, load_row, load_weights, mask_of, probabilities, scores
+from .scores import (
+    PLANE,
+    alibi_of,
+    bias_of,
+    load_row,
+    load_weights,
+    mask_of,
+    of_addends,
+    of_products,
+    probabilities,
+    scores,
+)
+from .tiles import queries_of, query_step, query_steps
 
 
 @kernel
@@ -38,14 +52,30 @@ def dkdv_kernel(
 
     column_sums: dS over queries, fp32, one per query head and key. weight_sums: the gradient of key weights, fp32,
     one per key head and key.
+    """
+    j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
+    if j0 >= span.len_k:
+        return
+    dkdv_tile_of(
+        inputs, None, dout, reference, delta, dk, dv, column_sums, weight_sums, j0, at, span,
+        strides, strides.bias, dout_strides, dk_strides, dv_strides, sizes, mod,
+        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def dkdv_tile_of(
+    inputs, gate, dout, reference, delta, dk, dv, column_sums, weight_sums, j0, at, span,
+    strides, gate_strides, dout_strides, dk_strides, dv_strides, sizes, mod,
+    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATE_VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The results of one key tile, stored. gate: None, or the pointer of a tensor.
 
     Columns beyond the keys compute on zeros. Their results (inf included) stay in their own rows of dk and dv, which
     are not stored.
     """
-    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and F.MASK != PLANE
-    j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
-    if j0 >= span.len_k:
-        return
+    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and (F.MASK != PLANE or F.TILES) and gate is None
     j = j0 + tl.arange(0, BLOCK_N)
     row = span.start_k + j0
     columns_left = span.len_k - j0
@@ -58,6 +88,9 @@ def dkdv_kernel(
     weight_sum = tl.zeros([BLOCK_N], tl.float32)
 
     edges = query_range(j0, span, mod, BLOCK_N, BLOCK_M, F.WINDOW)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW >= 1 else 1
+    LAST: tl.constexpr = 3 if F.TILES or F.WINDOW == 2 else 2
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_M
     for m in tl.range(0, sizes.group):
         head = member(at, m)
         statistics = flat_row(at.b, head.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
@@ -65,12 +98,18 @@ def dkdv_kernel(
         dout_head = rows_of(dout, dout_strides, at, head.h, span.start_q, V.VECTOR)
         bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
         mask = mask_of(inputs, strides, head, span, F)
+        lists = queries_of(j0, head, span, inputs, strides, F.TILES)
+        steps = query_steps(lists, edges, BLOCK_M, F.TILES)
         alibi = alibi_of(inputs, strides, head, sizes, F)
+        of_head = gate_of(gate, gate_strides, head, span, GATE_VECTOR)
         sums = tl.zeros([BLOCK_N], tl.float32)
 
-        for part in tl.static_range(0 if F.WINDOW >= 1 else 1, 3 if F.WINDOW == 2 else 2):
+        for part in tl.static_range(FIRST, LAST):
             # Rows are checked in any case: without a left side of the window, the last rows are in part 1.
-            for start in tl.range(edges[part], edges[3 if part == 1 and F.WINDOW < 2 else part + 1], BLOCK_M):
+            for start in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
+                seen = mask
+                if F.TILES:
+                    start, seen = query_step(lists, start, BLOCK_M, TRANSPOSED, F.TILES)
                 start = tl.multiple_of(start, BLOCK_M)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start
@@ -81,7 +120,7 @@ def dkdv_kernel(
                 # Rows beyond the queries have reference +inf, too: probability 0.
                 row_reference = load_row(reference + statistics + i, inside, float("inf"), TRANSPOSED)
                 s, slope = scores(
-                    s, i, j, bias, mask, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
+                    s, i, j, bias, seen, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
                 )
                 row_reference = row_reference[None, :] if TRANSPOSED else row_reference[:, None]
                 p, bare = probabilities(s, row_reference, weights, mod.scale, FOLD, TRANSPOSED)
@@ -89,22 +128,22 @@ def dkdv_kernel(
                 dout_rows = load_chunks(dout_tile, dout_strides, rows_left, sizes.head_dim_v, BLOCK_M, V, True)
                 keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)
                 if dv is not None:
-                    kept = drop(p, keep, mod).to(dout_rows[0].dtype)
+                    kept = gated(drop(p, keep, mod), of_head, i, j, span, GATE_VECTOR, TRANSPOSED).to(
+                        dout_rows[0].dtype
+                    )
                     acc_v = add_product(kept if TRANSPOSED else kept.T, dout_rows, acc_v, PRECISION)
                 if dk is not None or column_sums is not None or weight_sums is not None:
                     row_delta = load_row(delta + statistics + i, inside, 0.0, TRANSPOSED)
                     dp = score_chunks(dout_rows, v_rows, None, PRECISION, TRANSPOSED)
-                    dp = drop(dp, keep, mod)
+                    dp = gated(drop(dp, keep, mod), of_head, i, j, span, GATE_VECTOR, TRANSPOSED)
                     dp -= row_delta[None, :] if TRANSPOSED else row_delta[:, None]
                     ds = p * dp
                     if weight_sums is not None:
                         weight_sum += tl.sum(bare * dp, 1 if TRANSPOSED else 0)
                     if column_sums is not None:
-                        sums += tl.sum(ds, 1 if TRANSPOSED else 0)
+                        sums += tl.sum(of_addends(ds, slope, F), 1 if TRANSPOSED else 0)
                     if dk is not None:
-                        if F.SOFTCAP:
-                            ds = ds * slope
-                        ds = ds.to(q_rows[0].dtype)
+                        ds = of_products(ds, slope, F).to(q_rows[0].dtype)
                         acc_k = add_product(ds if TRANSPOSED else ds.T, q_rows, acc_k, PRECISION)
         if column_sums is not None:
             first = flat_row(at.b, head.h, sizes.heads, span.start_k, sizes.size_k, F.VARLEN)

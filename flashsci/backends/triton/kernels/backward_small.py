@@ -30,6 +30,8 @@ from .scores import (
     bias_of,
     load_weights,
     mask_of,
+    of_addends,
+    of_products,
     probabilities,
     reference_of,
     scores,
@@ -79,15 +81,16 @@ def small_backward_kernel(
         )  # fmt: skip
         if weight_sums is not None:
             weight_sum += tl.sum(bare, 0)
+        of_bias = of_addends(ds, slope, F)
         if BIAS_GRADIENT == STORE:
             dplane = bias_of(dbias, dbias_strides, head, span, inputs, sizes, DBIAS_VECTOR, F)
-            store_plane(dplane, i, i, span.len_k, ds, DBIAS_VECTOR)
+            store_plane(dplane, i, i, span.len_k, of_bias, DBIAS_VECTOR)
         elif BIAS_GRADIENT == ROW_SUMS:
             first = flat_row(at.b, head.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
-            tl.store(dbias + first + i, tl.sum(ds, 1), mask=i < span.len_q)
+            tl.store(dbias + first + i, tl.sum(of_bias, 1), mask=i < span.len_q)
         elif BIAS_GRADIENT == COLUMN_SUMS:
             column = flat_row(at.b, head.h, sizes.heads, span.start_k, sizes.size_k, F.VARLEN)
-            tl.store(dbias + column + i, tl.sum(ds, 0), mask=i < span.len_k)
+            tl.store(dbias + column + i, tl.sum(of_bias, 0), mask=i < span.len_k)
         acc_k = head_products(
             dq, dq_strides, head, span, q_rows, k_rows, ds, slope, acc_k, sizes, mod, F, D, PRECISION, BLOCK
         )
@@ -147,9 +150,7 @@ def head_products(
     F: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stores dq of one query head, and returns the sum of dS^T q with its part added."""
-    if F.SOFTCAP:
-        ds = ds * slope
-    ds = ds.to(q_rows[0].dtype)
+    ds = of_products(ds, slope, F).to(q_rows[0].dtype)
     dq_tile = rows_of(dq, dq_strides, at, at.h, span.start_q, D.VECTOR)
     dq_rows = scale_chunks(add_product(ds, k_rows, zero_chunks(BLOCK, D), PRECISION), mod.scale)
     store_chunks(dq_tile, dq_strides, span.len_q, sizes.head_dim, dq_rows, BLOCK, D)

@@ -16,7 +16,7 @@ from .bias_gradient import bias_tile, sharer
 from .chunks import aligned, load_rows, rows_of, scale_chunks, store_chunks, zero_chunks
 from .coord import flat_row
 from .kernel import kernel
-from .scores import bias_of, load_plane, load_weights, store_plane
+from .scores import bias_of, load_plane, load_weights, of_addends, store_plane
 
 
 @kernel
@@ -42,7 +42,7 @@ def small_shared_backward_kernel(
             inputs, dout, out, lse, dlse, at, span, k_rows, v_rows, zero_chunks(BLOCK, V), bias_values, weights,
             strides, dout_strides, out_strides, sizes, mod, F, D, V, FOLD, PRECISION, BLOCK,
         )  # fmt: skip
-        total += ds
+        total += of_addends(ds, slope, F)
         if weight_sums is not None:
             row = flat_row(at.b, at.hk, sizes.heads_k, span.start_k, sizes.size_k, False)
             tl.store(weight_sums + row + i, tl.sum(bare, 0), mask=i < span.len_k)

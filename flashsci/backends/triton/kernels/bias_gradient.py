@@ -20,10 +20,12 @@ from .scores import (
     load_plane,
     load_weights,
     mask_of,
+    of_addends,
     probabilities,
     scores,
     store_plane,
 )
+from .tiles import is_shared, tile_at
 
 
 @kernel
@@ -51,6 +53,10 @@ def bias_gradient_kernel(
         end = last
         if unseen(i0, j0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW):  # its gradient is zero
             end = first
+        if F.TILES:
+            some, _bits = tile_at(i0, j0, block, span, inputs, strides, BLOCK_M, F.TILES)
+            if is_shared(strides, shared) & (some == 0):  # its gradient is zero
+                end = first
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for m in tl.range(first, end):
             at = sharer(block, m, shared, sizes, F.VARLEN)
@@ -68,16 +74,18 @@ def bias_gradient_kernel(
             )
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             mask = mask_of(inputs, strides, at, span, F)
+            if F.TILES:
+                _some, mask = tile_at(i0, j0, at, span, inputs, strides, BLOCK_M, F.TILES)
             alibi = alibi_of(inputs, strides, at, sizes, F)
             # Columns beyond the keys hold any values, and are not stored.
-            s, _slope = scores(s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)
+            s, slope = scores(s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)
             row_reference = tl.load(reference + first_row + i, mask=inside, other=float("inf"))
             row_delta = tl.load(delta + first_row + i, mask=inside, other=0.0)
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
             keep = dropout_keep(inputs, at, sizes, i0, j0, mod, F, BLOCK_M, BLOCK_N, False)
             dp = drop(dp, keep, mod)
-            total += p * (dp - row_delta[:, None])
+            total += of_addends(p * (dp - row_delta[:, None]), slope, F)
         store_plane(dplane, i, j, span.len_k, total, DBIAS_VECTOR)
 
 

@@ -24,6 +24,7 @@ from .scores import (
     store_plane,
 )
 from .tangents import second_order, softcap_bend, tangent_scores
+from .tiles import is_shared, tile_at
 
 
 @kernel
@@ -54,6 +55,10 @@ def double_backward_bias_kernel(
         end = last
         if unseen(i0, j0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW):  # its gradient is zero
             end = first
+        if F.TILES:
+            some, _bits = tile_at(i0, j0, block, span, inputs, strides, BLOCK_M, F.TILES)
+            if is_shared(strides, shared) & (some == 0):  # its gradient is zero
+                end = first
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for m in tl.range(first, end):
             at = sharer(block, m, shared, sizes, F.VARLEN)
@@ -69,6 +74,8 @@ def double_backward_bias_kernel(
             dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)
             v_rows = load_rows(inputs.v, strides.v, at, at.hk, column, columns_left, sizes.head_dim_v, BLOCK_N, V)
             mask = mask_of(inputs, strides, at, span, F)
+            if F.TILES:
+                _some, mask = tile_at(i0, j0, at, span, inputs, strides, BLOCK_M, F.TILES)
             alibi = alibi_of(inputs, strides, at, sizes, F)
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             # Columns beyond the keys hold any values, and are not stored.
@@ -92,7 +99,7 @@ def double_backward_bias_kernel(
             keep = dropout_keep(inputs, at, sizes, i0, j0, mod, F, BLOCK_M, BLOCK_N, False)
             dp = drop(dp, keep, mod)
             tdp = drop(tdp, keep, mod)
-            bend = softcap_bend(products, slope, mod, F)
+            bend = softcap_bend(products, s, slope, mod, F)
             row_mean = tl.load(mean + position, mask=inside, other=0.0)
             row_delta = tl.load(delta + position, mask=inside, other=0.0)
             row_zeta = tl.load(zeta + position, mask=inside, other=0.0)

@@ -7,6 +7,7 @@ Tiles     k, tk, v, tv and the fp32 gk, gv stay on chip; q, tq, dO stream: 8 pro
 Limits    registers: four score tiles and two accumulators
 """
 
+import triton
 import triton.language as tl
 
 from .chunks import (
@@ -21,6 +22,7 @@ from .chunks import (
 )
 from .coord import flat_row, key_tile, member, query_range
 from .dropout import drop, dropout_keep
+from .gate import gate_of, gate_tile, times, times_tangent
 from .kernel import kernel
 from .scores import (
     PLANE,
@@ -34,6 +36,7 @@ from .scores import (
     scores,
 )
 from .tangents import add_moved, along_rows, second_order, softcap_bend, tangent_scores
+from .tiles import queries_of, query_step, query_steps
 
 
 @kernel
@@ -46,14 +49,31 @@ def double_backward_keys_kernel(
     """gk, gv, and the sums for the gradients of bias and key weights; an argument of None is not computed.
 
     column_sums: F over queries, fp32, one per query head and key. weight_sums: gw, fp32, one per key head and key.
-
-    Columns beyond the keys compute on zeros; their results stay in their own rows, which are not stored.
     """
-    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and F.MASK != PLANE
-    UNBOUNDED: tl.constexpr = tangents.weight is not None
     j0, at, span = key_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_N, F.VARLEN)
     if j0 >= span.len_k:
         return
+    second_order_keys_of(
+        inputs, tangents, None, None, lse, dout, mean, delta, zeta, gk, gv, column_sums, weight_sums, j0, at, span,
+        strides, tangent_strides, strides.bias, strides.bias, dout_strides, gk_strides, gv_strides, sizes, mod,
+        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, TBIAS, TBIAS_VECTOR, 0, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def second_order_keys_of(
+    inputs, tangents, gate, tgate, lse, dout, mean, delta, zeta, gk, gv, column_sums, weight_sums, j0, at, span,
+    strides, tangent_strides, gate_strides, tgate_strides, dout_strides, gk_strides, gv_strides, sizes, mod,
+    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr,
+    GATE_VECTOR: tl.constexpr, TGATE_VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The results of one key tile, stored. gate, tgate: None, or the pointers of the gate and its tangent.
+
+    Columns beyond the keys compute on zeros; their results stay in their own rows, which are not stored.
+    """
+    TRANSPOSED: tl.constexpr = F.BIAS != PLANE and (F.MASK != PLANE or F.TILES) and gate is None
+    UNBOUNDED: tl.constexpr = tangents.weight is not None
     j = j0 + tl.arange(0, BLOCK_N)
     row = span.start_k + j0
     columns_left = span.len_k - j0
@@ -69,6 +89,9 @@ def double_backward_keys_kernel(
     weight_sum = tl.zeros([BLOCK_N], tl.float32)
 
     edges = query_range(j0, span, mod, BLOCK_N, BLOCK_M, F.WINDOW)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW >= 1 else 1
+    LAST: tl.constexpr = 3 if F.TILES or F.WINDOW == 2 else 2
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_M
     for m in tl.range(0, sizes.group):
         head = member(at, m)
         statistics = flat_row(at.b, head.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
@@ -78,11 +101,18 @@ def double_backward_keys_kernel(
         bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
         tbias = bias_of(tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F)
         mask = mask_of(inputs, strides, head, span, F)
+        lists = queries_of(j0, head, span, inputs, strides, F.TILES)
+        steps = query_steps(lists, edges, BLOCK_M, F.TILES)
         alibi = alibi_of(inputs, strides, head, sizes, F)
+        of_head = gate_of(gate, gate_strides, head, span, GATE_VECTOR)
+        along_head = gate_of(tgate, tgate_strides, head, span, TGATE_VECTOR)
         sums = tl.zeros([BLOCK_N], tl.float32)
 
-        for part in tl.static_range(0 if F.WINDOW >= 1 else 1, 3 if F.WINDOW == 2 else 2):
-            for start in tl.range(edges[part], edges[3 if part == 1 and F.WINDOW < 2 else part + 1], BLOCK_M):
+        for part in tl.static_range(FIRST, LAST):
+            for start in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
+                seen = mask
+                if F.TILES:
+                    start, seen = query_step(lists, start, BLOCK_M, TRANSPOSED, F.TILES)
                 start = tl.multiple_of(start, BLOCK_M)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start
@@ -93,7 +123,7 @@ def double_backward_keys_kernel(
                 dout_rows = load_from(dout_head, dout_strides, start, rows_left, sizes.head_dim_v, BLOCK_M, V, True)
                 products = score_chunks(q_rows, k_rows, None, PRECISION, TRANSPOSED)
                 s, slope = scores(
-                    products, i, j, bias, mask, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
+                    products, i, j, bias, seen, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
                 )  # fmt: skip
                 # Rows beyond the queries count as rows without keys: probability 0.
                 row_lse = load_row(lse + position, inside, float("-inf"), TRANSPOSED)
@@ -110,7 +140,11 @@ def double_backward_keys_kernel(
                 keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)
                 dp = drop(dp, keep, mod)
                 tdp = drop(tdp, keep, mod)
-                bend = softcap_bend(products, slope, mod, F)
+                factor = gate_tile(of_head, i, j, span, GATE_VECTOR, TRANSPOSED)
+                tfactor = gate_tile(along_head, i, j, span, TGATE_VECTOR, TRANSPOSED)
+                tdp = times_tangent(dp, tdp, factor, tfactor)
+                dp = times(dp, factor)
+                bend = softcap_bend(products, s, slope, mod, F)
                 row_mean = load_row(mean + position, inside, 0.0, TRANSPOSED)
                 row_delta = load_row(delta + position, inside, 0.0, TRANSPOSED)
                 row_zeta = load_row(zeta + position, inside, 0.0, TRANSPOSED)
@@ -123,7 +157,7 @@ def double_backward_keys_kernel(
                 if weight_sums is not None:
                     weight_sum += tl.sum(g, 1 if TRANSPOSED else 0)
                 if gv is not None:
-                    w = drop(w, keep, mod)
+                    w = drop(times_tangent(p, w, factor, tfactor), keep, mod)
                     acc_v = add_moved(w, dout_rows, acc_v, PRECISION, not TRANSPOSED, UNBOUNDED)
                 if gk is not None:
                     acc_k = add_moved(f_raw, q_rows, acc_k, PRECISION, not TRANSPOSED, UNBOUNDED)

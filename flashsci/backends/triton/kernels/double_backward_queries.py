@@ -6,6 +6,7 @@ Tiles     q, tq, dO and the fp32 gq stay on chip; k, tk, v, tv stream: 7 product
 Limits    registers: four score tiles (S, T, dO V^T, dO tV^T) and one accumulator
 """
 
+import triton
 import triton.language as tl
 
 from .backward_queries import ROW_SUMS, STORE
@@ -21,6 +22,7 @@ from .chunks import (
 )
 from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
+from .gate import gate_tile, times, times_tangent
 from .kernel import kernel
 from .scores import (
     alibi_of,
@@ -33,6 +35,7 @@ from .scores import (
     store_plane,
 )
 from .tangents import add_moved, second_order, softcap_bend, tangent_scores
+from .tiles import key_step, key_steps, keys_of
 
 
 @kernel
@@ -47,6 +50,22 @@ def double_backward_queries_kernel(
     i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
+    second_order_queries_of(
+        inputs, tangents, None, None, lse, dout, mean, delta, zeta, gq, gbias, i0, at, span,
+        strides, tangent_strides, dout_strides, gq_strides, gbias_strides, sizes, mod,
+        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, TBIAS, TBIAS_VECTOR, BIAS_GRADIENT, GBIAS_VECTOR, 0, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def second_order_queries_of(
+    inputs, tangents, gate, tgate, lse, dout, mean, delta, zeta, gq, gbias, i0, at, span,
+    strides, tangent_strides, dout_strides, gq_strides, gbias_strides, sizes, mod,
+    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr,
+    BIAS_GRADIENT: tl.constexpr, GBIAS_VECTOR: tl.constexpr, GATE_VECTOR: tl.constexpr, TGATE_VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The results of one query tile, stored. gate, tgate: as `gate_of` makes them of the gate and its tangent."""
     i = i0 + tl.arange(0, BLOCK_M)
     row = span.start_q + i0
     rows_left = span.len_q - i0
@@ -57,6 +76,7 @@ def double_backward_queries_kernel(
     if BIAS_GRADIENT == STORE:
         gbias = bias_of(gbias, gbias_strides, at, span, inputs, sizes, GBIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    lists = keys_of(i0, at, span, inputs, strides, F.TILES)
     alibi = alibi_of(inputs, strides, at, sizes, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
@@ -74,9 +94,14 @@ def double_backward_queries_kernel(
     row_sums = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(BLOCK_M, D)
 
-    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
-    for part in tl.static_range(0 if F.WINDOW == 2 else 1, 3):
-        for start in tl.range(edges[part], edges[part + 1], BLOCK_N):
+    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
+    for part in tl.static_range(FIRST, 3):
+        for start in tl.range(edges[part], edges[part + 1], STEP):
+            seen = mask
+            if F.TILES:
+                start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
@@ -85,7 +110,7 @@ def double_backward_queries_kernel(
             v_rows = load_from(v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, slope = scores(
-                products, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                products, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
@@ -102,7 +127,10 @@ def double_backward_queries_kernel(
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
             dp = drop(dp, keep, mod)
             tdp = drop(tdp, keep, mod)
-            bend = softcap_bend(products, slope, mod, F)
+            factor = gate_tile(gate, i, j, span, GATE_VECTOR, False)
+            tdp = times_tangent(dp, tdp, factor, gate_tile(tgate, i, j, span, TGATE_VECTOR, False))
+            dp = times(dp, factor)
+            bend = softcap_bend(products, s, slope, mod, F)
             _w, f, e_raw, f_raw, _g = second_order(
                 p, bare, t, raw_t, tweights, dp - row_delta[:, None], tdp - row_zeta[:, None], row_mean, slope, bend, F, False
             )  # fmt: skip

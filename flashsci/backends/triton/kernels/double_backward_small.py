@@ -138,7 +138,7 @@ def double_backward_small_kernel(
         if mean is not None:
             tl.store(mean + position, row_mean, mask=inside)
 
-        bend = softcap_bend(products, slope, mod, F)
+        bend = softcap_bend(products, s, slope, mod, F)
         _w, f, e_raw, f_raw, g = second_order(
             p, bare, t, raw_t, tweights, dp - row_delta[:, None], tdp - row_zeta[:, None], row_mean, slope, bend, F, False
         )  # fmt: skip

@@ -25,6 +25,7 @@ from .chunks import (
 )
 from .coord import flat_row, key_range, query_tile
 from .dropout import drop_unscaled, dropout_keep
+from .gate import gated
 from .kernel import kernel
 from .scores import (
     HUGE,
@@ -38,6 +39,7 @@ from .scores import (
     scores,
     weighted_scores,
 )
+from .tiles import key_step, key_steps, keys_of
 
 AGAIN_N = tl.constexpr(32)  # key tiles of a second computation; tiles of 16 cost the kernel 20 registers (D 64)
 
@@ -55,7 +57,7 @@ def forward_kernel(
     rows_left = span.len_q - i0
     q_rows = load_rows(inputs.q, strides.q, at, at.h, span.start_q + i0, rows_left, sizes.head_dim, BLOCK_M, D)
     row_max, row_sum, acc = attend(
-        q_rows, i0, at, span, inputs, strides, sizes, mod, F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, False
+        q_rows, None, i0, at, span, inputs, strides, sizes, mod, F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, 0, False
     )
     lse_rows = lse + flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
     out_tile = rows_of(out, out_strides, at, at.h, span.start_q + i0, V.VECTOR)
@@ -63,7 +65,24 @@ def forward_kernel(
         row_max = row_max * LN2
         if tl.max((row_sum != row_sum).to(tl.int32), 0) > 0:  # scores are huge (or NaN)
             row_max, row_sum, acc = attend(
-                q_rows, i0, at, span, inputs, strides, sizes, mod, F, D, V, False, PRECISION, BLOCK_M, AGAIN_N, True
+                q_rows,
+                None,
+                i0,
+                at,
+                span,
+                inputs,
+                strides,
+                sizes,
+                mod,
+                F,
+                D,
+                V,
+                False,
+                PRECISION,
+                BLOCK_M,
+                AGAIN_N,
+                0,
+                True,
             )
             finish(lse_rows, out_tile, out_strides, i, span, rows_left, sizes, mod, row_max, row_sum, acc, V, BLOCK_M)
             return
@@ -72,11 +91,12 @@ def forward_kernel(
 
 @triton.jit
 def attend(
-    q_rows, i0, at, span, inputs, strides, sizes, mod,
+    q_rows, gate, i0, at, span, inputs, strides, sizes, mod,
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATE_VECTOR: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Running maximum (in log2 units under FOLD), sum and accumulator of one query tile over all its keys.
+    """Running maximum (in log2 units under FOLD), sum and accumulator of one query tile over all its keys. gate: as
+    `gate_of` makes it.
 
     Under FOLD a row whose maximum was HUGE at any time gets a sum of NaN, because its exponentials may have
     overflowed. AGAIN: the way without FOLD for a tile with such a row, which is rare: all key tiles in one loop.
@@ -86,14 +106,20 @@ def attend(
     v_head = rows_of(inputs.v, strides.v, at, at.hk, span.start_k, V.VECTOR)
     bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    lists = keys_of(i0, at, span, inputs, strides, F.TILES)
     alibi = alibi_of(inputs, strides, at, sizes, F)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(BLOCK_M, V)
 
-    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
-    for part in tl.static_range(2 if AGAIN else 0 if F.WINDOW == 2 else 1, 3):
-        for start in tl.range(edges[0 if AGAIN else part], edges[part + 1], BLOCK_N, num_stages=1 if AGAIN else None):
+    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
+    for part in tl.static_range(2 if AGAIN else FIRST, 3):
+        for start in tl.range(edges[0 if AGAIN else part], edges[part + 1], STEP, num_stages=1 if AGAIN else None):
+            seen = mask
+            if F.TILES:
+                start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
@@ -102,7 +128,7 @@ def attend(
             k_rows = load_chunks(k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, _slope = scores(
-                s, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                s, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             s = weighted_scores(s, weights)
@@ -120,7 +146,7 @@ def attend(
             row_sum = row_sum * decay + tl.sum(p, 1)
             row_max = new_max
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
-            p = drop_unscaled(p, keep)
+            p = gated(drop_unscaled(p, keep), gate, i, j, span, GATE_VECTOR, False)
 
             v_rows = load_chunks(v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             acc = add_product(p, v_rows, scale_chunks(acc, decay[:, None]), PRECISION)

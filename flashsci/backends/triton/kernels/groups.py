@@ -23,6 +23,7 @@ class Operands(NamedTuple):
     bias_offsets: Any
     dropout_seed: Any
     alibi_slopes: Any
+    mask_tiles: Any  # see tiles.py
 
 
 class TangentOperands(NamedTuple):
@@ -45,6 +46,9 @@ class InputStrides(NamedTuple):
     weight: tuple[int, ...]  # (b0, b1, key head, key)
     mask: tuple[int, ...]  # as for bias
     alibi: tuple[int, ...]  # (b0, b1, head); for a varlen batch (sequence, 0, head)
+    tiles: (
+        tuple[int, ...] | None
+    )  # of the mask's table of tiles: (b0, b1, head), then the tiles that have bits; None without one
 
 
 class TangentStrides(NamedTuple):
@@ -111,6 +115,8 @@ class Features(NamedTuple):
     RAGGED: bool  # the bias is one block of pairs after the other
     MASK: int
     MASK_VECTOR: int
+    CAPS_BIAS: bool = False  # the softcap bounds bias and ALiBi, too
+    TILES: int = 0  # ABSENT, PLANE or KEY: the mask has a table of tiles, see tiles.py
 
 
 class Chunks(NamedTuple):

@@ -26,9 +26,11 @@ from .chunks import (
 )
 from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
+from .gate import gate_tile, times
 from .kernel import kernel
 from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
 from .tangents import add_moved, tangent_scores
+from .tiles import key_step, key_steps, keys_of
 
 
 @kernel
@@ -39,10 +41,26 @@ def jvp_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr,
 ):  # fmt: skip
     """tout, mean = tangents of out, lse; with dout also delta and zeta."""
-    MOVES: tl.constexpr = tangents.q is not None or tangents.k is not None or tangents.bias is not None  # T is not 0
     i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
+    jvp_tile_of(
+        inputs, tangents, None, None, out, lse, dout, dlse, tout, mean, delta, zeta, i0, at, span,
+        strides, tangent_strides, out_strides, dout_strides, tout_strides, sizes, mod,
+        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, TBIAS, TBIAS_VECTOR, 0, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def jvp_tile_of(
+    inputs, tangents, gate, tgate, out, lse, dout, dlse, tout, mean, delta, zeta, i0, at, span,
+    strides, tangent_strides, out_strides, dout_strides, tout_strides, sizes, mod,
+    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr,
+    GATE_VECTOR: tl.constexpr, TGATE_VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The results of one query tile, stored. gate, tgate: as `gate_of` makes them of the gate and its tangent."""
+    MOVES: tl.constexpr = tangents.q is not None or tangents.k is not None or tangents.bias is not None  # T is not 0
     i = i0 + tl.arange(0, BLOCK_M)
     row = span.start_q + i0
     rows_left = span.len_q - i0
@@ -51,6 +69,7 @@ def jvp_kernel(
     bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
     tbias = bias_of(tangents.bias, tangent_strides.bias, at, span, inputs, sizes, TBIAS_VECTOR, F)
     mask = mask_of(inputs, strides, at, span, F)
+    lists = keys_of(i0, at, span, inputs, strides, F.TILES)
     alibi = alibi_of(inputs, strides, at, sizes, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
@@ -67,24 +86,31 @@ def jvp_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)  # sum of P: 1, up to roundings of a huge lse
     acc = zero_chunks(BLOCK_M, V)
 
-    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
+    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
+    STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
     SWEEPS: tl.constexpr = 1 if tangents.weight is None else 2
     for sweep in tl.static_range(0, SWEEPS):
-        for part in tl.static_range(0 if F.WINDOW == 2 else 1, 3):
-            for start in tl.range(edges[part], edges[part + 1], BLOCK_N):
+        for part in tl.static_range(FIRST, 3):
+            for start in tl.range(edges[part], edges[part + 1], STEP):
+                seen = mask
+                if F.TILES:
+                    start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
                 start = tl.multiple_of(start, BLOCK_N)
                 j = start + tl.arange(0, BLOCK_N)
                 keys_left = span.len_k - start
                 k_rows = load_from(k_head, strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
                 products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
                 s, slope = scores(
-                    products, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                    products, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
                 )  # fmt: skip
                 weights = load_weights(inputs.weight, strides.weight, at, span, j)
                 tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
                 p, bare = probabilities(s, reference[:, None], weights, mod.scale, FOLD, False)
                 keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
                 kept = drop(p, keep, mod)
+                factor = gate_tile(gate, i, j, span, GATE_VECTOR, False)
+                passed = times(kept, factor)
                 if MOVES or tweights is not None:
                     mass = tl.sum(p, 1)
                     total += mass
@@ -102,23 +128,29 @@ def jvp_kernel(
                             centre = tl.where(fresh, moment / tl.where(fresh, mass, 1.0), centre)
                             centred = centred | fresh
                         excess += moment - centre * mass
-                        change = kept * (t - centre[:, None])
+                        change = passed * (t - centre[:, None])
                     else:
                         excess -= centre * mass
-                        change = -kept * centre[:, None]
+                        change = -passed * centre[:, None]
                     if tweights is not None:
                         extra = bare * tweights[None, :]
                         excess += tl.sum(extra, 1)
                         extra = drop(extra, keep, mod)
-                        change += extra
+                        change += times(extra, factor)
+                    if tgate is not None:
+                        change += kept * gate_tile(tgate, i, j, span, TGATE_VECTOR, False)
                     if sweep == SWEEPS - 1:
                         v_rows = load_from(v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
                         acc = add_moved(change, v_rows, acc, PRECISION, False, tangents.weight is not None)
+                elif tgate is not None:
+                    v_rows = load_from(v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
+                    change = kept * gate_tile(tgate, i, j, span, TGATE_VECTOR, False)
+                    acc = add_product(change, v_rows, acc, PRECISION)
                 if tangents.v is not None and sweep == SWEEPS - 1:
                     tv_rows = load_from(
                         tv_head, tangent_strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1
                     )
-                    acc = add_product(kept, tv_rows, acc, PRECISION)
+                    acc = add_product(passed, tv_rows, acc, PRECISION)
         if sweep < SWEEPS - 1:
             centre = excess / at_least_one_key(total)
             excess = tl.zeros([BLOCK_M], tl.float32)

@@ -35,6 +35,13 @@ class Plane(NamedTuple):
     rows: Any  # beyond them there is nothing
 
 
+class Bits(NamedTuple):
+    """A mask at one tile of its table, see tiles.py: for each row a word of its first 32 columns, and one of the others."""
+
+    low: Any
+    high: Any
+
+
 @triton.jit
 def load_row(pointers, mask, other, ALONG_COLUMNS: tl.constexpr):
     """A vector of row statistics.
@@ -98,8 +105,12 @@ def dense_plane(pointer, strides, at, span, VECTOR: tl.constexpr):
 
 @triton.jit
 def plane_pointers(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr):
-    """Pointers to bias or mask at (i, j), and which are inside. VECTOR 0: columns have a stride of their own."""
-    inside = j < aligned(len_k, VECTOR)
+    """Pointers to bias or mask at (i, j), and which are inside. VECTOR 0: columns have a stride of their own.
+
+    Rows are whole vectors: a load ends with the vector of the last key, and `scores` hides all beyond that key. A plane
+    that is stored has a multiple of VECTOR keys.
+    """
+    inside = j < (aligned(len_k + (VECTOR - 1), VECTOR) if VECTOR > 1 else len_k)
     pointers = plane.pointer + (j if VECTOR > 0 else j.to(tl.int64) * plane.column_stride)
     if KIND == PLANE:
         pointers += i.to(tl.int64) * aligned(plane.row_stride, VECTOR)
@@ -114,6 +125,16 @@ def load_plane(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr, TRA
     j = j[:, None] if TRANSPOSED else j[None, :]
     pointers, inside = plane_pointers(plane, i, j, len_k, KIND, VECTOR)
     return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def bits_at(bits, j, TRANSPOSED: tl.constexpr):
+    """Whether rows see columns j (a vector, inside one tile): [M, N] or, TRANSPOSED, [N, M]."""
+    column = j[:, None] % 64 if TRANSPOSED else j[None, :] % 64
+    low = bits.low[None, :] if TRANSPOSED else bits.low[:, None]
+    high = bits.high[None, :] if TRANSPOSED else bits.high[:, None]
+    word = tl.where(column < 32, low, high)
+    return (word >> (column % 32)) & 1 != 0
 
 
 @triton.jit
@@ -167,7 +188,7 @@ def scores(
     slope = 1.0
     s = products
     factor = mod.scale
-    if F.SOFTCAP:
+    if F.SOFTCAP and not F.CAPS_BIAS:
         s, slope = tanh(products * (mod.scale / mod.softcap))
         factor = mod.softcap
     if bias is not None:  # one multiply-add, in every kernel the same: P is recomputed from equal scores
@@ -181,9 +202,16 @@ def scores(
     if alibi is not None:  # one multiply-add, for the same reason
         away = j[:, None] - i[None, :] if TRANSPOSED else j[None, :] - i[:, None]
         s = tl.fma(tl.abs(away - span.shift).to(tl.float32), -alibi, s)
+    if F.CAPS_BIAS:
+        bounded, slope = tanh(rounded_product(s, 1.0 / mod.softcap))
+        # A bias of -inf hides its key.
+        s = tl.where(s == float("-inf"), s, rounded_product(bounded, mod.softcap))
     if mask is not None:
-        attend = load_plane(mask, i, j, span.len_k, F.MASK, F.MASK_VECTOR, TRANSPOSED)
-        s = tl.where(attend != 0, s, float("-inf"))
+        if len(mask) == 2:  # Bits
+            s = tl.where(bits_at(mask, j, TRANSPOSED), s, float("-inf"))
+        else:
+            attend = load_plane(mask, i, j, span.len_k, F.MASK, F.MASK_VECTOR, TRANSPOSED)
+            s = tl.where(attend != 0, s, float("-inf"))
     i = i[None, :] if TRANSPOSED else i[:, None]
     j = j[:, None] if TRANSPOSED else j[None, :]
     if CHECK_KEYS:
@@ -192,7 +220,27 @@ def scores(
         s = tl.where(j - i <= span.shift + mod.right, s, float("-inf"))
     if WINDOW == 2:
         s = tl.where(j - i >= span.shift - mod.left, s, float("-inf"))
+    if F.CAPS_BIAS:  # the bias beyond the last key may be NaN
+        slope = tl.where(s == float("-inf"), 0.0, slope)
     return s, slope
+
+
+@triton.jit
+def of_products(ds, slope, F: tl.constexpr):
+    """The gradient of scaled products: dS times the slope of the softcap."""
+    if F.SOFTCAP:
+        return ds * slope
+    else:
+        return ds
+
+
+@triton.jit
+def of_addends(ds, slope, F: tl.constexpr):
+    """The gradient of a bias at each pair: dS, times the slope of a softcap that bounds the bias, too."""
+    if F.CAPS_BIAS:
+        return ds * slope
+    else:
+        return ds
 
 
 # A reference from here on is rounded to multiples of 2 or more: exponents next to it mean nothing.

@@ -1,7 +1,7 @@
 """Scores, their tangents and their second-order gradients on one tile: the algebra that all second-order kernels share.
 
-    S  = softcap(scale Q K^T) + B;  N = e^(S - lse);  P = w N;  R = dropout's keep / (1 - p)
-    T' = scale (tQ K^T + Q tK^T);   T = slope T' + tB            tangent of S
+    S  = softcap(scale Q K^T) + B, or softcap(scale Q K^T + B);  N = e^(S - lse);  P = w N;  R = dropout's keep / (1 - p)
+    T' = scale (tQ K^T + Q tK^T);   T = slope T' + tB            tangent of S (or T' with tB, and T = slope T')
     m  = sum_j P T + N tw                                       tangent of lse
     W  = P (T - m) + N tw                                       tangent of P
     tO = sum_j R (W V + P tV)                                   tangent of O
@@ -48,18 +48,25 @@ def tangent_of(
 ):  # fmt: skip
     """T and T' from tq k^T + q tk^T."""
     raw = raw * mod.scale
-    t = raw * slope if F.SOFTCAP else raw
+    value = 0.0
     if tbias is not None:
-        value = load_plane(tbias, i, j, span.len_k, TBIAS, TBIAS_VECTOR, TRANSPOSED)
-        t += value.to(tl.float32)
+        value = load_plane(tbias, i, j, span.len_k, TBIAS, TBIAS_VECTOR, TRANSPOSED).to(tl.float32)
+    if F.CAPS_BIAS:
+        raw += value
+    t = raw * slope if F.SOFTCAP else raw
+    if tbias is not None and not F.CAPS_BIAS:
+        t += value
     return t, raw
 
 
 @triton.jit
-def softcap_bend(products, slope, mod, F: tl.constexpr):
-    """Derivative of the softcap's slope by its argument. (The tanh is the one of `scores`: computed once.)"""
+def softcap_bend(products, s, slope, mod, F: tl.constexpr):
+    """Derivative of the softcap's slope by its argument. s: the scores. (The tanh is the one of `scores`: computed once.)"""
     if F.SOFTCAP:
-        t, _slope = tanh(products * (mod.scale / mod.softcap))
+        if F.CAPS_BIAS:
+            t = tl.where(s == float("-inf"), 0.0, s) * (1.0 / mod.softcap)
+        else:
+            t, _slope = tanh(products * (mod.scale / mod.softcap))
         return t * slope * (-2.0 / mod.softcap)
     else:
         return 0.0
@@ -67,7 +74,7 @@ def softcap_bend(products, slope, mod, F: tl.constexpr):
 
 @triton.jit
 def second_order(p, bare, t, raw_t, tweights, u, y, mean, slope, bend, F: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """W, F, E and F with respect to scores before the softcap, and the terms of gw. bare: N; mean: m of the rows, [M];
+    """W, F with respect to a bias, E and F with respect to scores before the softcap, and the terms of gw. bare: N; mean: m of the rows, [M];
     tweights: tw [N] or None."""
     t -= along_rows(mean, TRANSPOSED)
     e = p * u
@@ -79,7 +86,10 @@ def second_order(p, bare, t, raw_t, tweights, u, y, mean, slope, bend, F: tl.con
         f += extra * u
     g = bare * (u * t + y)
     if F.SOFTCAP:
-        return w, f, e * slope, f * slope + bend * raw_t * e, g
+        f_raw = f * slope + bend * raw_t * e
+        if F.CAPS_BIAS:
+            f = f_raw
+        return w, f, e * slope, f_raw, g
     else:
         return w, f, e, f, g
 

@@ -7,9 +7,11 @@ Tiles     as there
 Limits    bytes of the scores
 """
 
+import triton
 import triton.language as tl
 
 from .dropout import drop, dropout_keep
+from .gate import gate_tile, times, times_tangent
 from .kernel import kernel
 from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
 from .tangents import second_order, softcap_bend, tangent_of
@@ -29,6 +31,21 @@ def wide_double_backward_kernel(
     None, or memory for R P; fbias: F; terms: those of gw.
     """
     i0, at, span, first = score_rows(tl.program_id(0), tiles, sizes, mod, BLOCK_M)
+    second_order_rows_of(
+        inputs, tangents, None, None, w, e, f, tdp, lse, delta, p, fbias, terms, None, mean, i0, at, span, first,
+        strides, tangent_strides, sizes, mod, F, TBIAS, TBIAS_VECTOR, VECTOR, BLOCK_M, BLOCK_N, 0, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def second_order_rows_of(
+    inputs, tangents, gate, tgate, w, e, f, tdp, lse, delta, p, fbias, terms, ggate, mean, i0, at, span, first,
+    strides, tangent_strides, sizes, mod,
+    F: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATE_VECTOR: tl.constexpr, TGATE_VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The results of whole rows, stored. gate, tgate: as `gate_of` makes them of the gate and its tangent; ggate: None, or the
+    gradient of the gate at each pair."""
     i = i0 + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     inside = i < span.len_q
@@ -58,19 +75,25 @@ def wide_double_backward_kernel(
     kept = drop(found, keep, mod)
     change = drop(change, keep, mod)
     tl.store(mean + first + i, row_mean, mask=inside)
-    store_scores(w, first, i, j, span, change, VECTOR)
-    store_scores(p, first, i, j, span, kept, VECTOR)
+    factor = gate_tile(gate, i, j, span, GATE_VECTOR, False)
+    tfactor = gate_tile(tgate, i, j, span, TGATE_VECTOR, False)
+    moved = times_tangent(kept, change, factor, tfactor)
+    passed = times(kept, factor)
+    store_scores(w, first, i, j, span, moved, VECTOR)
+    store_scores(p, first, i, j, span, passed, VECTOR)
     if f is not None:
         dp = load_scores(f, first, i, j, span, VECTOR)
-        row_zeta = tl.sum(change * dp, 1)  # dO . tO
+        row_zeta = tl.sum(moved * dp, 1)  # dO . tO
         y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if tdp is not None:
             y = load_scores(tdp, first, i, j, span, VECTOR)
-            row_zeta += tl.sum(kept * y, 1)
+            row_zeta += tl.sum(passed * y, 1)
+        store_scores(ggate, first, i, j, span, change * dp + kept * y, VECTOR)
         dp = drop(dp, keep, mod)
-        y = drop(y, keep, mod)
+        y = times_tangent(dp, drop(y, keep, mod), factor, tfactor)
+        dp = times(dp, factor)
         row_delta = tl.load(delta + first + i, mask=inside, other=0.0)
-        bend = softcap_bend(products, slope, mod, F)
+        bend = softcap_bend(products, s, slope, mod, F)
         _w, plain, e_raw, f_raw, g = second_order(
             found, bare, t, raw, tweights, dp - row_delta[:, None], y - row_zeta[:, None], row_mean, slope, bend, F, False
         )  # fmt: skip

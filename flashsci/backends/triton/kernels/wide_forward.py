@@ -6,9 +6,11 @@ Tiles     whole rows, up to 1,024 keys of them
 Limits    bytes of the scores
 """
 
+import triton
 import triton.language as tl
 
 from .dropout import drop_unscaled, dropout_keep
+from .gate import gated
 from .kernel import kernel
 from .scores import alibi_of, bias_of, exponential, load_weights, mask_of, scores, weighted_scores
 from .wide_scores import load_scores, score_rows, store_scores
@@ -21,6 +23,15 @@ def wide_forward_kernel(
 ):  # fmt: skip
     """p: q k^T on the way in, P on the way out."""
     i0, at, span, first = score_rows(tl.program_id(0), tiles, sizes, mod, BLOCK_M)
+    forward_rows_of(inputs, None, p, lse, i0, at, span, first, strides, sizes, mod, F, VECTOR, BLOCK_M, BLOCK_N, 0)
+
+
+@triton.jit
+def forward_rows_of(
+    inputs, gate, p, lse, i0, at, span, first, strides, sizes, mod,
+    F: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATE_VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The results of whole rows, stored. gate: as `gate_of` makes it."""
     i = i0 + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
@@ -38,5 +49,5 @@ def wide_forward_kernel(
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     tl.store(lse + first + i, row_max + tl.log(row_sum), mask=i < span.len_q)
     keep = dropout_keep(inputs, at, sizes, i0, 0, mod, F, BLOCK_M, BLOCK_N, False)
-    e = drop_unscaled(e, keep)
+    e = gated(drop_unscaled(e, keep), gate, i, j, span, GATE_VECTOR, False)
     store_scores(p, first, i, j, span, e * (mod.keep_scale / row_sum)[:, None], VECTOR)

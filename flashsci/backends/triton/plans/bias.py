@@ -4,20 +4,23 @@ dense.py)."""
 import torch
 
 from flashsci.backends.triton.kernels.backward_queries import NO_BIAS_GRADIENT, ROW_SUMS, STORE
+from flashsci.call.ops import empty_bias_gradient
 
 NO_ROUTE = NO_BIAS_GRADIENT.value, None, None, False
 
 
-def bias_route(p, bias, lse) -> tuple:
+def bias_route(p, bias, lse, pitched: bool = False) -> tuple:
     """The source of a bias gradient (see the heads of the kernels' files).
 
     A tuple of: what the kernel by queries does with it, the tensor that this kernel fills, the tensor of its sums
-    over queries, and whether it has a kernel of its own.
+    over queries, and whether it has a kernel of its own. ``pitched``: as ops.pitches_bias_gradient says.
     """
     if bias.shape == ((p.heads, p.bias_total) if p.ragged else p.score_shape):
         # Scores that no query tile visits are not written.
-        make = torch.zeros if p.window or p.ragged else torch.empty
-        return STORE.value, make(bias.shape, dtype=bias.dtype, device=bias.device), None, False
+        if p.window or p.ragged:
+            return STORE.value, bias.new_zeros(bias.shape), None, False
+        found = empty_bias_gradient(bias, pitched)
+        return STORE.value, found.zero_() if p.tiles else found, None, False
     if not p.ragged and bias.shape[-2] == 1:
         shape = (*lse.shape[:-1], p.size_k)
         sums = torch.empty(shape, dtype=torch.float32, device=bias.device)

@@ -153,7 +153,7 @@ def attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]
     out, lse = fp8_ops.empty_results(tensors, scalars)
     if call.plan.empty:
         return out.zero_(), lse.fill_(-torch.inf)
-    inputs = Operands(q, k, v, *(None,) * 3, cu_seqlens_q, cu_seqlens_k, *(None,) * 3)
+    inputs = Operands(q, k, v, *(None,) * 3, cu_seqlens_q, cu_seqlens_k, *(None,) * 4)
     call.plan.launch(tuple(inputs), *scales, out, lse if scalars.return_lse else None)
     return out, lse
 

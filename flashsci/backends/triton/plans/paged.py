@@ -31,6 +31,7 @@ from flashsci.backends.triton.kernels.scores import ABSENT
 from flashsci.backends.triton.launcher import Device, Launch, device_of
 from flashsci.call import memory, paged_checks, paged_ops
 from flashsci.call.op_checks import kinds, remember, rows
+from flashsci.call.ops import BATCH_INVARIANT
 from flashsci.call.paged_ops import PagedScalars, PagedTensors
 
 UNBOUNDED = 1 << 30  # a window side that never cuts
@@ -128,13 +129,18 @@ class PagedPlan:
         precision = "tf32" if dtype != torch.float32 else "ieee" if turing else "tf32x3"
         keys = columns * page
         longest = scalars.max_seqlen_q
+        invariant = longest == BATCH_INVARIANT
         if longest < 0:
             longest = -(-2 * self.total // max(sequences, 1))
-        tile = tiles(device, dtype, precision, (dim, dim_v), longest * self.group, keys)
+        # Without influence of the batch, tiles and splits follow from nothing but dtype and head dims.
+        typical = FEW if invariant else longest * self.group
+        tile = tiles(device, dtype, precision, (dim, dim_v), typical, keys)
         slots = self.total * self.group // tile.block_m + sequences + 2
         full = -(-longest * self.group // tile.block_m) * sequences
         programs = min(slots, full) * heads_k
         self.splits, split_keys = splits_of(device, tile.few, programs, keys, tile.block_n)
+        if invariant:
+            self.splits = 1
 
         q_strides, k_strides, v_strides, out_strides = strides
         deep = precision != "tf32x3"

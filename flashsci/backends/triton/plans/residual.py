@@ -14,7 +14,7 @@ from flashsci.backends.triton.kernels.residual_backward import (
 )
 from flashsci.backends.triton.kernels.residual_forward import residual_forward_kernel
 from flashsci.backends.triton.launcher import Launch
-from flashsci.backends.triton.plans.dense import DensePlan, plan_of, rows_of
+from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of, rows_of
 from flashsci.backends.triton.plans.strides import plane_strides, strides4
 from flashsci.call import residual_ops
 from flashsci.call.op_checks import shapes
@@ -158,13 +158,12 @@ def pieces_of(bias: Tensor | None) -> int:
 
 def inputs_of(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in the order of Inputs."""
-    return q, k, v, bias, None, None, None, None, None, seed, None
+    return q, k, v, bias, None, None, None, None, None, seed, None, None
 
 
 def plan_for(call: ResidualCall, *more: Tensor) -> DensePlan:
     """The plan of a call. more: further tensors with rows."""
-    _, _, *options, _ = call.scalars
-    return plan_of((*call[:3], *more), inputs_of(*call[:5]), 0, options)
+    return plan_of((*call[:3], *more), inputs_of(*call[:5]), 0, options_of(call.scalars))
 
 
 def alike(x: Tensor) -> tuple:
@@ -305,7 +304,7 @@ def checked(call: ResidualCall, of_out: tuple = (), of_lse: tuple = (), **scores
     Raises:
         TypeError, ValueError: arguments that do not fit.
     """
-    q, k, v, *_, seed, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
+    q, k, v, *_, seed, _, _ = checks.checked(call.tensors, call.scalars, (), of_out, of_lse)
     if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:
         given = shapes(q=q, k=k, v=v)
         raise ValueError(f"flashsci: head dims of residual attention must be 1 to {MAX_HEAD_DIM}: {given}")

@@ -20,7 +20,7 @@ from flashsci.backends.triton.plans.bias import (
     bias_route,
     reduce_to,
 )
-from flashsci.backends.triton.plans.dense import DensePlan, longest_class, plan_of
+from flashsci.backends.triton.plans.dense import DensePlan, longest_class, options_of, plan_of
 from flashsci.backends.triton.plans.strides import (
     NO_STRIDES,
     plane_strides,
@@ -48,19 +48,28 @@ def inner(x):
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
+def bias_layout(plan: DensePlan, tbias: tuple | None) -> tuple[int, int, tuple[int, ...]]:
+    """Kind, vector and strides of the tangent of a bias, given its shape, strides and bytes of a number; None: absent."""
+    if tbias is None:
+        return ABSENT.value, 0, NO_STRIDES
+    shape, stride, itemsize = tbias
+    strides = plane_strides(shape, stride, plan.ragged)
+    kind = PLANE.value if plan.ragged or strides[3] != 0 else KEY.value
+    return kind, plane_vector(strides, plan.size_k, itemsize, plan.varlen), strides
+
+
 class SecondOrderLaunches:
     """The launches of one plan for one layout of the tangents of bias and key weights."""
+
+    jvp_kernel, queries_kernel, keys_kernel = jvp_kernel, double_backward_queries_kernel, double_backward_keys_kernel
+    wide_kernel = wide_double_backward_kernel
+    gated = False  # whether tiles of a gate stream
 
     def __init__(self, plan: DensePlan, tbias, tweight):
         self.plan = plan
         self.launches: dict = {}
         self.small = tilings.double_backward_small_config(plan.device.capability, plan.dtype, plan.width, plan.longest)
-        kind, vector, strides = ABSENT.value, 0, NO_STRIDES
-        if tbias is not None:
-            shape, stride, itemsize = tbias
-            strides = plane_strides(shape, stride, plan.ragged)
-            kind = PLANE.value if plan.ragged or strides[3] != 0 else KEY.value
-            vector = plane_vector(strides, plan.size_k, itemsize, plan.varlen)
+        kind, vector, strides = bias_layout(plan, tbias)
         _q, _k, _v, self.dout_strides, self.out_strides, *rows = plan.strides
         self.weighted = tweight is not None
         of_weights = NO_STRIDES[:4] if tweight is None else weight_strides(*tweight)
@@ -73,17 +82,17 @@ class SecondOrderLaunches:
 
     def jvp(self, tout) -> Launch:
         if "jvp" not in self.launches:
-            programs, arguments = self.plan.scheduled("jvp")
+            programs, arguments = self.plan.scheduled("jvp", self.gated)
             arguments.update(self.tangents, out_strides=self.out_strides, tout_strides=strides_of(tout))
             if self.weighted:  # Triton 3.6 cannot compile some of these for one warp
                 arguments["num_warps"] = max(2, arguments["num_warps"])
-            self.launches["jvp"] = Launch(jvp_kernel, programs, arguments)
+            self.launches["jvp"] = Launch(self.jvp_kernel, programs, arguments)
         return self.launches["jvp"]
 
     def queries(self, gq, use: int, gbias) -> Launch:
         key = "queries", gq is None, use
         if key not in self.launches:
-            programs, arguments = self.plan.scheduled("double_backward_queries")
+            programs, arguments = self.plan.scheduled("double_backward_queries", self.gated)
             arguments.update(
                 self.tangents,
                 gq_strides=strides_of(gq),
@@ -91,15 +100,15 @@ class SecondOrderLaunches:
                 BIAS_GRADIENT=use,
                 GBIAS_VECTOR=self.plan.gradient_vector(gbias),
             )
-            self.launches[key] = Launch(double_backward_queries_kernel, programs, arguments)
+            self.launches[key] = Launch(self.queries_kernel, programs, arguments)
         return self.launches[key]
 
     def keys(self, gk, gv, column_sums: bool) -> Launch:
         key = "keys", gk is None, gv is None, column_sums
         if key not in self.launches:
-            programs, arguments = self.plan.scheduled("double_backward_keys")
+            programs, arguments = self.plan.scheduled("double_backward_keys", self.gated)
             arguments.update(self.tangents, gk_strides=strides_of(gk), gv_strides=strides_of(gv))
-            self.launches[key] = Launch(double_backward_keys_kernel, programs, arguments)
+            self.launches[key] = Launch(self.keys_kernel, programs, arguments)
         return self.launches[key]
 
     def whole(self, gq, gk, gv, tout, use: int, gbias) -> Launch:
@@ -125,7 +134,7 @@ class SecondOrderLaunches:
         """The launch between products of wide heads, for Wide (wide.py)."""
         if "wide" not in self.launches:
             tangents = {name: x for name, x in self.tangents.items() if name != "dout_strides"}
-            self.launches["wide"] = self.plan.wide.of_scores(wide_double_backward_kernel, 2, **tangents)
+            self.launches["wide"] = self.plan.wide.of_scores(self.wide_kernel, 2, **tangents)
         return self.launches["wide"]
 
     def bias(self, gbias) -> tuple[Launch, int]:
@@ -142,9 +151,9 @@ class SecondOrderLaunches:
         return self.launches["bias"]
 
 
-def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondOrderLaunches:
-    """The launches for these tensors (in the order of Inputs and Tangents). An absent tangent or dout has the layout
-    of its tensor."""
+def plan_along(inputs: tuple, tangents: tuple, dout, out, *rest) -> tuple[DensePlan, tuple]:
+    """The plan for these tensors (in the order of Inputs and Tangents), and the layouts of the tangents of bias and key weights.
+    An absent tangent or dout has the layout of its tensor."""
     q, k, v = inputs[:3]
     tq, tk, tv, tbias, tweight = tangents
     dout, tq, tk, tv = (like if x is None else x for x, like in ((dout, out), (tq, q), (tk, k), (tv, v)))
@@ -153,6 +162,12 @@ def second_order_of(inputs: tuple, tangents: tuple, dout, out, *rest) -> SecondO
         None if tbias is None else (tbias.shape, tbias.stride(), tbias.element_size()),
         None if tweight is None else (tweight.shape, tweight.stride()),
     )
+    return plan, key
+
+
+def second_order_of(*given) -> SecondOrderLaunches:
+    """The launches for the tensors of `plan_along`."""
+    plan, key = plan_along(*given)
     if key not in plan.second_orders:
         plan.second_orders[key] = SecondOrderLaunches(plan, *key)
     return plan.second_orders[key]
@@ -163,7 +178,7 @@ def jvp(tangents: Tangents, saved: Saved):
     tensors, out, lse, scalars = saved
     q, k = tensors[:2]
     tq, tk, tv, tbias, tweight = tangents
-    _, _, *options, _ = scalars  # all kernels are deterministic
+    options = options_of(scalars)
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()
     tout, mean = empty_like_layout(q, out.shape), torch.empty_like(lse)
     if tout.numel() == 0 or k.shape[-2] == 0 or (tq is tk is tv is tbias is tweight is None):
@@ -184,7 +199,6 @@ def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
     tensors, out, lse, scalars = saved
     q, k, v, bias, weight = tensors[:5]
     tq, tk, tv, tbias, tweight = tangents
-    max_seqlen_q, max_seqlen_k, *options, _ = scalars
     need_bias = bias is not None and bool(need & NEED_BIAS)
     need_weight = weight is not None and bool(need & NEED_KEY_WEIGHT)
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()
@@ -203,8 +217,8 @@ def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
     else:
         inputs = tuple(tensors)
         tangents = (tq, tk, tv, tbias, tweight)
-        longest = longest_class(max_seqlen_q, max_seqlen_k)
-        second = second_order_of(inputs, tangents, dout, out, longest, options)
+        longest = longest_class(scalars.max_seqlen_q, scalars.max_seqlen_k)
+        second = second_order_of(inputs, tangents, dout, out, longest, options_of(scalars))
         p = second.plan
         if p.wide is not None:
             rows = gq, gk, gv, tout if need & NEED_DOUT else None

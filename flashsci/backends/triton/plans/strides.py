@@ -1,5 +1,7 @@
 """Strides of tensors as kernels take them: one for each of two batch dims, for the head, and for the inner dims."""
 
+from flashsci.call.mask_tiles import has_rows, places
+
 NO_STRIDES = (0, 0, 0, 0, 0)
 
 
@@ -36,10 +38,21 @@ def plane_strides(shape: tuple[int, ...], stride: tuple[int, ...], ragged: bool)
     return (0, 0, 0, 0, 0, *stride)[-5:]
 
 
-def plane_vector(strides: tuple[int, ...], size_k: int, itemsize: int, varlen: bool) -> int:
-    """The number of elements that one load may take; 0: columns are not neighbours in memory."""
+def table_strides_of(shape: tuple[int, ...], stride: tuple[int, ...], rows: int, keys: int) -> tuple[int, ...]:
+    """(b0, b1, head) strides of a table of tiles (flashsci/call/mask_tiles.py), and its places that have bits."""
+    found = places(shape[-1], rows if has_rows(shape, rows) else 1, keys)
+    return (*plane_strides(shape, stride, False)[:3], found)
+
+
+def plane_vector(strides: tuple[int, ...], size_k: int, itemsize: int, varlen: bool, beyond: bool = False) -> int:
+    """The number of elements that one load may take; 0: columns are not neighbours in memory.
+
+    ``beyond``: the last load of a row may extend beyond the keys, into the rest of the 16 bytes of the last one. The
+    pitch of the rows holds it, and their values there are not used.
+    """
     if strides[4] != 1:
         return 0
     vector = 16 // itemsize
-    whole = all(s % vector == 0 for s in strides[:4]) and size_k % vector == 0
+    ends = size_k % vector == 0 or (beyond and strides[3] > size_k)
+    whole = all(s % vector == 0 for s in strides[:4]) and ends
     return vector if whole and not varlen else 1

@@ -22,7 +22,12 @@ SCORES, QUERIES, KEYS = "scores", "queries", "keys"
 
 
 class Wide:
-    """The values that the launches of one kind of call share, in addition to its Plan (dense.py)."""
+    """The values that the launches of one kind of call share, in addition to its Plan (dense.py).
+
+    `gate` is (), or the gate and, in the second order, its tangent; `pairs` is (), or memory for the gradient of the gate at each pair.
+    """
+
+    forward_kernel, backward_kernel = wide_forward_kernel, wide_backward_kernel
 
     def __init__(self, plan):
         self.plan = plan
@@ -49,7 +54,7 @@ class Wide:
         rows, columns = (p.size_k if of_keys else p.size_q), out.shape[-1]
         depth = a.shape[-1] if kind == SCORES else p.size_q if of_keys else p.size_k
         heads = p.heads_k if of_keys else p.heads
-        vector = p.arguments["D"].VECTOR
+        vector = p.vector
         m, n, k, warps, stages = tilings.product_config(p.device.capability, kind == SCORES, rows, depth, vector > 1)
         tiles_m, tiles_n = -(-rows // m), -(-columns // n)
         turned_a, turned_b = of_keys, kind == SCORES
@@ -90,14 +95,14 @@ class Wide:
         }
         return Launch(kernel, tiles * p.batch * p.heads, arguments | more)
 
-    def forward(self, tensors, out, lse) -> None:
+    def forward(self, tensors, out, lse, gate: tuple = ()) -> None:
         """Fill out and lse."""
         q, k, v = tensors[:3]
         scores = self.product(SCORES, self.scores(q), q, k)
-        self.between(wide_forward_kernel)(tensors, scores, lse)
+        self.between(self.forward_kernel)(tensors, *gate, scores, lse)
         self.product(QUERIES, out, scores, v)
 
-    def backward(self, dout, dlse, tensors, out, lse, results, need: int) -> tuple:
+    def backward(self, dout, dlse, tensors, out, lse, results, need: int, gate: tuple = (), pairs: tuple = ()) -> tuple:
         """Fill dq, dk, dv in `results`, each of which may be None; return dbias and dweight, None where `need` does
         not name them."""
         q, k, v, bias, weight = tensors[:5]
@@ -106,7 +111,7 @@ class Wide:
         ds = self.product(SCORES, self.scores(q), dout, v)
         delta = self.delta(dout, out, lse, dlse)
         room = self.room(bias, weight, need, q)
-        self.between(wide_backward_kernel)(tensors, kept, ds, lse, delta, *room)
+        self.between(self.backward_kernel)(tensors, *gate, kept, ds, lse, delta, *room, *pairs)
         scale = self.plan.arguments["mod"].scale
         if dq is not None:
             self.product(QUERIES, dq, ds, k, factor=scale)
@@ -116,12 +121,26 @@ class Wide:
             self.product(KEYS, dv, kept, dout)
         return self.sums(room, ds, bias, weight, need)
 
-    def tangents(self, run: Launch, tangents, tensors, lse, tout, mean) -> None:
+    def tangents(self, run: Launch, tangents, tensors, lse, tout, mean, gate: tuple = (), pairs: tuple = ()) -> None:
         """Fill tout, mean: tangents of out and lse. run: as from SecondOrder.wide."""
-        w, _, _, kept = self._moved(run, tangents, tensors, lse, mean, NEED_DOUT)
+        w, _, _, kept = self._moved(run, tangents, tensors, lse, mean, NEED_DOUT, gate=gate, pairs=pairs)
         self._tangent_of_out(tout, w, kept, tensors, tangents)
 
-    def double_backward(self, run: Launch, tangents, dout, dlse, tensors, out, lse, results, mean, need: int) -> tuple:
+    def double_backward(
+        self,
+        run: Launch,
+        tangents,
+        dout,
+        dlse,
+        tensors,
+        out,
+        lse,
+        results,
+        mean,
+        need: int,
+        gate: tuple = (),
+        pairs: tuple = (),
+    ) -> tuple:
         """Fill gq, gk, gv, tout in `results`, each of which may be None, and mean; return gbias and gweight, None
         where `need` does not name them."""
         q, k, _, bias, weight = tensors[:5]
@@ -129,7 +148,7 @@ class Wide:
         gq, gk, gv, tout = results
         room = self.room(bias, weight, need, q)
         delta = self.delta(dout, out, lse, dlse)
-        w, e, f, kept = self._moved(run, tangents, tensors, lse, mean, need, dout, delta, room)
+        w, e, f, kept = self._moved(run, tangents, tensors, lse, mean, need, dout, delta, room, gate, pairs)
         if tout is not None:
             self._tangent_of_out(tout, w, kept, tensors, tangents)
         scale = self.plan.arguments["mod"].scale
@@ -141,19 +160,21 @@ class Wide:
             self.product(KEYS, gv, w, dout)
         return self.sums(room, f, bias, weight, need)
 
-    def _moved(self, run, tangents, tensors, lse, mean, need, dout=None, delta=None, room=(None, None)):
+    def _moved(
+        self, run, tangents, tensors, lse, mean, need, dout=None, delta=None, room=(None, None), gate=(), pairs=()
+    ):
         """R W, E', F', R P, see wide_double_backward.py; mean is filled."""
         q, k, v = tensors[:3]
         tq, tk, tv = tangents[:3]
         w = self.product(SCORES, self.scores(q), q, k)
-        pairs = [x for x in ((tq, k), (q, tk)) if x[0] is not None and x[1] is not None]
-        e = self.product(SCORES, self.scores(q), *sum(pairs, ())) if pairs else None
+        moving = [x for x in ((tq, k), (q, tk)) if x[0] is not None and x[1] is not None]
+        e = self.product(SCORES, self.scores(q), *sum(moving, ())) if moving else None
         f = tdp = None
         if dout is not None:
             f = self.product(SCORES, self.scores(q), dout, v)
             tdp = None if tv is None else self.product(SCORES, self.scores(q), dout, tv)
         kept = self.scores(q) if tv is not None and need & NEED_DOUT else None
-        run(tensors, tangents, w, e, f, tdp, lse, delta, kept, *room, mean)
+        run(tensors, tangents, *gate, w, e, f, tdp, lse, delta, kept, *room, *pairs, mean)
         return w, e, f, kept
 
     def _tangent_of_out(self, tout, w, kept, tensors, tangents) -> None:
@@ -166,11 +187,12 @@ class Wide:
         return delta
 
     def room(self, bias, weight, need: int, like) -> tuple:
-        """Memory for gradients of scores before the softcap, and for the terms of the gradient of key weights.
+        """Memory for the gradients of a bias at each pair, and for the terms of the gradient of key weights.
 
-        The former is needed if a bias needs the gradients after the softcap as well.
+        The former is needed if they are not those of products: if a softcap bounds the products alone.
         """
-        beside = bias is not None and need & NEED_BIAS and self.plan.arguments["F"].SOFTCAP
+        features = self.plan.arguments["F"]
+        beside = bias is not None and need & NEED_BIAS and features.SOFTCAP and not features.CAPS_BIAS
         weighted = weight is not None and need & NEED_KEY_WEIGHT
         return tuple(self.scores(like) if wanted else None for wanted in (beside, weighted))
 

@@ -48,6 +48,8 @@ inline float rounded_down(double x) {
 }
 // The product of two floats is exact in double, a sum as good as that.
 inline float __fmul_rd(float a, float b) { return rounded_down(static_cast<double>(a) * b); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fadd_rd(float a, float b) { return rounded_down(static_cast<double>(a) + b); }
 // Bytes 0 .. 3 of x, 4 .. 7 of y: the four that the digits of `selector` name, the lowest first.
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
@@ -93,6 +95,12 @@ template <class T>
 void st_shared(uint32_t address, T value) {
   std::memcpy(at(address, sizeof(T), sizeof(T)), &value, sizeof(T));
 }
+
+inline void st_shared_b16(uint32_t address, uint16_t value) { st_shared(address, value); }
+inline void st_shared_b8(uint32_t address, uint32_t value) {
+  st_shared(address, static_cast<uint8_t>(value));
+}
+inline void red_add(float* global, float value) { *global += value; }
 
 inline float ex2_approx(float x) { return std::exp2(x); }
 inline float rcp_approx(float x) { return 1.f / x; }

@@ -291,6 +291,18 @@ inline void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32
 inline uint32_t cvt_bf16x2(float low, float high) { return to_pair(low, high, true); }
 inline uint32_t cvt_f16x2(float low, float high) { return to_pair(low, high, false); }
 inline float cvt_f32_f16(uint16_t x) { return from_16(x, false); }
+inline float2 cvt_f32_f16x2(uint32_t x) {
+  return {from_16(x & 0xffff, false), from_16(x >> 16, false)};
+}
+inline uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  const float2 x = cvt_f32_f16x2(a), y = cvt_f32_f16x2(b);
+  return to_pair(x.x * y.x, x.y * y.y, false);
+}
+inline uint32_t max_abs_f16x2(uint32_t a, uint32_t b) {
+  const float2 x = cvt_f32_f16x2(a), y = cvt_f32_f16x2(b);
+  return to_pair(std::fmax(std::fabs(x.x), std::fabs(y.x)),
+                 std::fmax(std::fabs(x.y), std::fabs(y.y)), false);
+}
 inline uint32_t cvt_e4m3x4(float x0, float x1, float x2, float x3) {
   return to_e4m3(x0) | to_e4m3(x1) << 8 | to_e4m3(x2) << 16 | uint32_t{to_e4m3(x3)} << 24;
 }

@@ -78,8 +78,12 @@ struct Barrier {
   int64_t bytes = 0;  // that copies still have to bring
 };
 
-// Shared memory begins at kBase of these addresses: a kernel may count on 16 bytes of alignment.
-inline constexpr uint32_t kBase = 0x410;
+// Shared memory begins at kBase of these addresses: a kernel may count on 16 bytes of alignment, or on
+// those that it asks for.
+#ifndef SHARED_ALIGNMENT
+#define SHARED_ALIGNMENT 16
+#endif
+inline constexpr uint32_t kBase = 0x400 + SHARED_ALIGNMENT;
 inline constexpr int kSharedBytes = 227 * 1024;
 inline int shared_room = kSharedBytes;            // of a block on the device
 inline constexpr int kSharedOfAll = 48 * 1024;    // of a kernel that is allowed no more

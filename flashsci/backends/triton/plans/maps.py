@@ -1,0 +1,69 @@
+"""The op of the reductions of an attention map, and its launches."""
+
+import math
+
+import torch
+import triton
+
+from flashsci.backends.triton import checks
+from flashsci.backends.triton.kernels.groups import Schedule
+from flashsci.backends.triton.kernels.map_keys import map_keys_kernel
+from flashsci.backends.triton.kernels.map_rows import map_rows_kernel
+from flashsci.backends.triton.launcher import Launch
+from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of
+from flashsci.call import map_ops
+from flashsci.call.map_ops import MapCall, empty_results
+from flashsci.call.op_checks import need
+
+
+def rows_launch(plan: DensePlan) -> Launch:
+    """The launch of map_rows.py, with the tiles of jvp.py."""
+    if "map rows" not in plan.launches:
+        programs, arguments = plan.scheduled("jvp")
+        arguments["num_warps"] = max(2, arguments["num_warps"])
+        if plan.bias_mask:  # 64 keys would spill
+            arguments["BLOCK_N"] = min(32, arguments["BLOCK_N"])
+        plan.launches["map rows"] = Launch(map_rows_kernel, programs, arguments)
+    return plan.launches["map rows"]
+
+
+def keys_launch(plan: DensePlan) -> Launch:
+    """The launch of map_keys.py, with the tiles of a kernel that owns keys."""
+    if "map keys" not in plan.launches:
+        tiles, arguments = plan.tiled("double_backward_keys")
+        heads = plan.batch * plan.heads
+        arguments["schedule"] = Schedule(tiles, 1, heads)
+        arguments["num_warps"] = max(2, arguments["num_warps"])
+        plan.launches["map keys"] = Launch(map_keys_kernel, tiles * heads, arguments)
+    return plan.launches["map keys"]
+
+
+def statistics(call: MapCall) -> tuple[torch.Tensor, ...]:
+    """Entropy, largest score and sum over queries; without elements where not wanted.
+
+    Raises:
+        TypeError, ValueError: tensors that do not fit, as checks.py has it, or a wider head.
+    """
+    dim, most = call.q.shape[-1], map_ops.MAX_HEAD_DIM
+    need(
+        dim <= most,
+        f"the kernels of maps have head dims up to {most}, got {dim}; use_backend('reference') has no limit",
+    )
+    tensors, scalars = checks.checked(call.tensors, call.scalars, of_lse=(call.lse,)), call.scalars
+    plan = plan_of(tensors[:3], tuple(tensors), 0, options_of(scalars))
+    found = empty_results(call)
+    if plan.empty:
+        for x, value in zip(found, (0.0, -math.inf, 0.0), strict=True):
+            x.fill_(value)
+        return found
+    lse = call.lse.contiguous()
+    if call.entropy or call.largest_score:
+        rows = (x if wanted else None for x, wanted in zip(found, call.wanted[:2], strict=False))
+        rows_launch(plan)(tuple(tensors), lse, *rows)
+    if call.key_sum:
+        keys_launch(plan)(tuple(tensors), lse, found[2])
+    return found
+
+
+_KEYS = ("CUDA", "CPU") if triton.knobs.runtime.interpret else ("CUDA",)
+map_ops.define("triton", statistics, _KEYS)

@@ -1,0 +1,155 @@
+"""Attention maps in the check: a call of :func:`flashsci.attention_statistics`, and the limits of its errors.
+
+The oracle is the formula in float64 from the same float32 lse. With an error e of the exponent, which is 16 roundings of
+the formula of S - L on absolute values,
+
+    log P'             lies between log P - e and log P + e, at most 0
+    the largest score  lies between the largest S - e and the largest S + e
+
+An entropy and a sum of P may differ by the sum of these over their row or column, and by 16 roundings of the sum itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsci.errors import BackendError
+from flashsci.testing.blocks import Block, blocks
+from flashsci.testing.bounds import REDUCTIONS, Finding
+from flashsci.testing.cases import MapCase
+from flashsci.testing.formula_scores import Heads, Scores
+from flashsci.testing.making import make_inputs
+from flashsci.testing.tolerance import FLOOR_ROUNDINGS, ROUNDINGS
+
+_SHAPING = ("causal", "window", "align", "scale", "softcap", "softcap_at")
+_UNIT = torch.finfo(torch.float32).eps / 2
+_SUBNORMAL = 2.0**-149
+_LOST = 128 * torch.finfo(torch.float32).tiny  # of P log P where P is subnormal
+
+
+class MapInputs:
+    """The inputs of one call, with the lse of exact attention to them, rounded to float32."""
+
+    def __init__(self, case: MapCase, device: str = "cpu") -> None:
+        self.given = make_inputs(case, device).forward_alone()
+        self.exact = self.given.to(torch.float64)
+        q = self.given.q
+        shape = (q.shape[1], q.shape[0]) if self.given.varlen else q.shape[:-1]
+        self.lse = torch.full(shape, -torch.inf, device=q.device)
+        for block, scores in self.scores():
+            # Without a weight above zero a row has the lse of its sink, if there is one.
+            exact = torch.where(scores.unseen, -torch.inf, torch.where(scores.empty, scores.top, scores.lse))
+            block.slot("lse", self.lse).copy_(exact.squeeze(-1).detach())
+
+    def scores(self) -> Iterator[tuple[Block, Scores]]:
+        """The dense problems of the call, and their scores in float64."""
+        for block in blocks(self.exact):
+            heads = Heads(block)
+            yield block, Scores(block, heads.per_query(block.k), heads)
+
+    def evaluate(self, backend: str) -> dict[str, Tensor]:
+        """The reductions by a backend, or those of plain PyTorch.
+
+        Raises:
+            BackendError: the backend is not one that has kernels for them.
+        """
+        import flashsci
+        from flashsci.choice.choose import PARTS, decide_map
+
+        x = self.given
+        options: dict[str, Any] = {n: value for n, value in x.options.items() if n in _SHAPING}
+        names = ("bias", "key_weight", "mask", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+        options |= {n: getattr(x, n) for n in names} | dict.fromkeys(REDUCTIONS, True)
+        with flashsci.use_backend(backend), torch.no_grad():
+            place = x.q.device.type, x.q.device.index
+            if backend == "triton" and decide_map(*place, x.q.dtype, x.q.shape[-1]).forward == PARTS:
+                raise BackendError("flashsci: Triton has no kernels for this map; use 'reference'")
+            found = flashsci.attention_statistics(x.q, x.k, self.lse, **options)
+        return {n: getattr(found, n) for n in REDUCTIONS}
+
+
+def _within(found: Tensor, exact: Tensor, allowed: Tensor) -> tuple[float, float]:
+    """The largest error among finite results, and of its element the limit; infinite where others are not finite."""
+    seen = exact.isfinite()
+    if not torch.equal(found[~seen], exact[~seen]):
+        return torch.inf, 0.0
+    error, allowed = (found - exact)[seen].abs(), allowed[seen]
+    if not error.numel():
+        return 0.0, 0.0
+    worst = (error.nan_to_num(torch.inf) / allowed.clamp(min=torch.finfo(torch.float32).tiny)).argmax()
+    return error[worst].nan_to_num(torch.inf).item(), allowed[worst].item()
+
+
+def _expected(block: Block, s: Scores, lse: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """(exact result, its limit) of each reduction of a block."""
+    zero = s.raw.new_zeros(())
+    lse = block.slot("lse", lse).double().unsqueeze(-1)
+    seen = s.visible & (s.w > 0) & (lse > -torch.inf)
+    lost = s.raw_abs / max(abs(block.scale), 1e-300) * _SUBNORMAL  # of a scale that is subnormal
+    away = FLOOR_ROUNDINGS * _UNIT * (1 + s.sizes(block.softcap, _UNIT)) + lost
+    exponent = (s.scores + s.log_w - torch.where(lse > -torch.inf, lse, zero)).clamp(max=0)
+    exponent = torch.where(seen, exponent, zero)
+    p = torch.where(seen, exponent.exp(), zero)
+    low, high = exponent - away, (exponent + away).clamp(max=0)
+    moved = torch.maximum(high.exp() - p, p - low.exp())
+    terms = torch.stack([-x * x.exp() for x in (low, exponent, high)])
+    most = torch.where((low < -1) & (high > -1), 1 / math.e, terms.amax(0))  # of -x e^x between low and high
+    bits = torch.maximum(most - terms[1], terms[1] - terms.amin(0))
+    moved, bits = (torch.where(seen, x + _LOST, zero) for x in (moved, bits))
+    entropy, key_sum = (-p * exponent).sum(-1), p.sum(-2)
+    rounded = ROUNDINGS * _UNIT
+    spread = FLOOR_ROUNDINGS * _UNIT * (s.residual_abs() + s.alibi.abs()) + lost
+    moves = (zero, spread, -spread)
+    largest, high, low = (torch.where(s.attended, s.scores + x, -torch.inf) for x in moves)
+    if largest.shape[-1]:
+        largest, high, low = (x.amax(-1) for x in (largest, high, low))
+    else:
+        largest = high = low = largest.new_full(largest.shape[:-1], -torch.inf)
+    return {
+        "entropy": (entropy, bits.sum(-1) + rounded * (entropy + bits.sum(-1))),
+        "largest_score": (largest, torch.maximum(high - largest, largest - low)),
+        "key_sum": (key_sum, moved.sum(-2) + rounded * (key_sum + moved.sum(-2))),
+    }
+
+
+class MapJudge:
+    """The findings on the reductions of one call."""
+
+    def __init__(self, inputs: MapInputs) -> None:
+        self.inputs = inputs
+        self.expected = [(block, _expected(block, s, inputs.lse)) for block, s in inputs.scores()]
+
+    def findings(self, results: dict[str, Tensor]) -> list[Finding]:
+        """One finding for each reduction; its ratios are those of the worst element."""
+        return [self._finding(name, results[name]) for name in REDUCTIONS]
+
+    def _finding(self, name: str, whole: Tensor) -> Finding:
+        q, k, varlen = self.inputs.given.q, self.inputs.given.k, self.inputs.given.varlen
+        shape = tuple(self.inputs.lse.shape)
+        if name == "key_sum":
+            shape = (*shape[:-1], k.shape[0] if varlen else k.shape[-2])
+        if tuple(whole.shape) != shape or whole.dtype != torch.float32:
+            return Finding(name, problem=f"{name} is {whole.dtype} {list(whole.shape)}, not float32 {list(shape)}")
+        error = allowed = 0.0
+        for block, expected in self.expected:
+            part = block.slot("dkey_weight" if name == "key_sum" else "lse", whole).to(q.device).double()
+            pair = _within(part.reshape(expected[name][0].shape), *expected[name])
+            if pair[0] * max(allowed, 1e-300) >= error * max(pair[1], 1e-300):
+                error, allowed = pair
+        problem = None if error <= allowed else f"{name}: an error of {error:.3g}, allowed {allowed:.3g}"
+        return Finding(name, error, allowed, problem=problem)
+
+    def catches(self, name: str, x: Tensor, factor: float) -> bool:
+        """Whether the result times ``factor`` would fail."""
+        return self._finding(name, x * factor).problem is not None
+
+    def require(self, results: dict[str, Tensor]) -> None:
+        """Raise AssertionError unless all results are within their limits."""
+        problems = [f.problem for f in self.findings(results) if f.problem]
+        if problems:
+            raise AssertionError("\n".join(problems))

@@ -1,0 +1,51 @@
+"""The kernels of attention maps, compiled without a GPU: they fit shared memory, spill little, and serve every size."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.compile.ahead_of_time import check, compiled, report_of, script
+
+ARCHITECTURES = (75, 80, 90, 100)
+
+
+DTYPES = {75: ("float16", "float32")}  # sm_75 has no bfloat16
+MOST_STACK = {16: 8, 32: 128}  # bytes of a thread that may spill, by the bits of q: the most is of fp32 with D 256
+FEATURES = ("", "bias", "causal", "packed")
+
+
+def report(architecture: int, ops: dict, launched: list):
+    import torch
+
+    from flashsci.backends.triton.plans import maps
+    from flashsci.call.map_ops import MapCall
+    from flashsci.call.ops import Scalars, Tensors
+
+    dtypes = [getattr(torch, name) for name in DTYPES.get(architecture, ("bfloat16", "float32"))]
+    for dtype, dim, feature in itertools.product(dtypes, (32, 64, 128, 256), FEATURES):
+        lead = () if feature == "packed" else (2,)
+        q, k = torch.zeros(*lead, 4, 300, dim, dtype=dtype), torch.zeros(*lead, 2, 500, dim, dtype=dtype)
+        edges = torch.zeros(3, dtype=torch.int32) if feature == "packed" else None
+        bias = torch.zeros(2, 4, 300, 500, dtype=dtype) if feature == "bias" else None
+        scalars = Scalars(-1, -1, 0.1, 0.0, -1, 0 if feature == "causal" else -1, False, 0.0, "default", False)
+        tensors = Tensors(q, k, k, bias, cu_seqlens_q=edges, cu_seqlens_k=edges)
+        maps.statistics(MapCall.of(tensors, torch.zeros(*lead, 4, 300), scalars, (True, True, True)))
+        for entry, _ in compiled(launched, architecture, f"{dtype} {dim} {feature}"):
+            yield entry
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiles(architecture):
+    pytest.importorskip("triton")
+    found = report_of(__file__, architecture)
+    assert len(found) == 2 * 2 * 4 * 4
+    check(found, architecture)
+    spilled = {entry["call"]: entry["stack"] for entry in found if entry["stack"]}
+    assert all(most <= MOST_STACK[32 if "float32" in call else 16] for call, most in spilled.items()), spilled
+
+
+if __name__ == "__main__":
+    script(report)

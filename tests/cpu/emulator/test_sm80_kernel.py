@@ -1,0 +1,219 @@
+"""The kernels of csrc/sm80 with ALiBi, forward and backward, run on the host (emulated.py) from the launcher to the stores, by the judge of every
+backend. What a GPU's products, copies and barriers do is emulated; its speed and its registers are not."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashsci.testing import Case, Inputs, Judge, Variant, generate, make_inputs
+from tests.cpu.emulator.emulated import build, emulate, is_found
+from tests.cpu.emulator.test_small_kernel import common, poisoned
+from tools.kernels.launchers import (
+    ALIBI_SLOPES,
+    BackwardParams,
+    BiasMask,
+    ForwardParams,
+    ScoreStrides,
+    _copy_bytes,
+    _pointer,
+    _score_strides,
+    _strides,
+)
+
+ROOMS = (100, 164, 228)  # KiB of shared memory of a multiprocessor: sm_86, sm_80, sm_90
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """A function that gives the library of a dtype, built at its first use."""
+
+    @functools.cache
+    def library(name: str) -> c.CDLL:
+        found = build(tmp_path_factory.mktemp(name), name)
+        found.workspace.restype = c.c_int64
+        return found
+
+    return lambda dtype: library("sm80_fp32" if dtype == torch.float32 else "sm80")
+
+
+def slope_strides(slopes: torch.Tensor, x: Inputs) -> ScoreStrides:
+    """Packed: the first stride is that of sequences."""
+    step = [0 if n == 1 else s for n, s in zip(slopes.shape, slopes.stride(), strict=True)]
+    if x.varlen:
+        return ScoreStrides(*((0,) * (2 - len(step)) + tuple(step))[:1], 0, step[-1], 0, 0)
+    return ScoreStrides(*(0,) * (3 - len(step)), *step, 0, 0)
+
+
+def parameters(x: Inputs, room: int) -> dict:
+    """The fields that forward and backward have in common."""
+    if x.varlen:
+        x = replace(x, **{n: getattr(x, n).transpose(0, 1) for n in ("q", "k", "v")})
+    found = common(x, room) | {"copy_bytes": _copy_bytes(x.q, x.k, x.v, *(x.dout,) * (x.dout is not None))}
+    if x.alibi_slopes is not None:
+        mask = None if x.mask is None else x.mask.view(torch.uint8)
+        found["bias_mask"] = BiasMask(
+            _pointer(x.alibi_slopes),
+            _pointer(mask),
+            slope_strides(x.alibi_slopes, x),
+            _score_strides(mask),
+            ALIBI_SLOPES,
+        )
+    if x.varlen:
+        edges = x.cu_seqlens_q, x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
+        found |= {"cu_seqlens_q": _pointer(edges[0]), "cu_seqlens_k": _pointer(edges[1]), "num_seqs": len(edges[0]) - 1}
+    return found
+
+
+def of_heads(x: Inputs, rows: torch.Tensor) -> torch.Tensor:
+    """Packed rows as the library takes them: [H, T, D]."""
+    return rows.transpose(0, 1) if x.varlen else rows
+
+
+def forward(kernels, x: Inputs, room: int, seed: int) -> dict[str, torch.Tensor]:
+    out = of_heads(x, poisoned(x.q, x.v.shape[-1]))
+    lse = torch.full(out.shape[:-1], torch.nan)
+    p = ForwardParams(
+        **parameters(replace(x, dout=None), room), out=_pointer(out), lse=_pointer(lse), out_strides=_strides(out)
+    )
+    assert emulate(kernels(x.q.dtype).emulate_forward, p, x.q.dtype == torch.bfloat16, seed)
+    return {"out": of_heads(x, out), "lse": lse}
+
+
+def backward(kernels, x: Inputs, made: dict[str, torch.Tensor], room: int, deterministic: bool, seed: int) -> dict:
+    found = {f"d{name}": of_heads(x, poisoned(getattr(x, name))) for name in "qkv"}
+    out, dout, lse = of_heads(x, made["out"]), of_heads(x, x.dout), made["lse"].contiguous()
+    p = parameters(x, room) | {"max_seqlen_k": -1, "deterministic": int(deterministic)}
+    for name, gradient in found.items():
+        p |= {name: _pointer(gradient), f"{name}_strides": _strides(gradient)}
+    p |= {"out": _pointer(out), "out_strides": _strides(out), "lse": _pointer(lse)}
+    p |= {"dout": _pointer(dout), "dout_strides": _strides(dout)}
+    p |= {"dlse": _pointer(x.dlse), "dlse_strides": _strides(x.dlse, last=False)}
+    params, library = BackwardParams(**p), kernels(x.q.dtype)
+    size = library.workspace(c.byref(params))
+    workspace = torch.full((size + 64 + 256,), 255, dtype=torch.uint8)
+    params.workspace = (workspace.data_ptr() + 255) // 256 * 256
+    assert emulate(library.emulate_backward, params, x.q.dtype == torch.bfloat16, seed)
+    return {name: of_heads(x, gradient) for name, gradient in found.items()}
+
+
+def judge(kernels, case: Case, deterministic: bool = False) -> None:
+    x = make_inputs(case)
+    judged, room = Judge(x), 228 if max(x.q.shape[-1], x.v.shape[-1]) > 128 else ROOMS[case.seed % 3]
+    rows = {n: y.resolve_neg() for n in ("q", "k", "v", "dout") if (y := getattr(x, n)) is not None}
+    x = replace(x, **{n: y if y.stride(-1) == 1 else y.contiguous() for n, y in rows.items()})
+    results = forward(kernels, x, room, case.seed)
+    if x.dout is not None:
+        results |= backward(kernels, x, results, room, deterministic, case.seed)
+    judged.require(results)
+
+
+DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256))
+KINDS = {
+    "plain": {},
+    "lower right": dict(causal=True, align="lower_right"),
+    "window": dict(window=(40, 20)),
+    "softcap": dict(softcap=7.0),
+    "scale too small to divide by": dict(scale=1e-7),
+    "negative scale": dict(scale=-0.1),
+    "pairs hidden": dict(mask_shape=(70, 150)),
+    "keys hidden": dict(mask_shape=(2, 1, 1, 150), mask_kind="keys"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [*((dims, ("bfloat16", "float16")[dims[0] % 64 != 0]) for dims in DIMS)]
+    + [(dims, "float32") for dims in ((16, 16), (32, 20), (64, 64), (128, 128))]
+    + [pytest.param((256, 256), "float32", marks=pytest.mark.slow)],
+)
+def test_alibi_of_every_tile(kernels, dims, dtype, kind):
+    """Tiles that are cut, several of them, in both directions; both ways to dq."""
+    given = KINDS[kind]
+    variant = Variant(
+        dtype, *dims, alibi=True, lse_grad=True, window="window" in given or "causal" in given,
+        softcap="softcap" in given, mask="mask_shape" in given, flipped=given.get("scale", 1) < 0,
+    )  # fmt: skip
+    case = Case(variant, sum(dims) // 32, lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=150, **given)
+    for deterministic in (False, True):
+        judge(kernels, case, deterministic)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dims", ((32, 32), (64, 48), (20, 36), (128, 128)))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_alibi_of_packed_calls(kernels, dtype, dims, causal):
+    """Slopes of each sequence; empty sequences, and rows of none."""
+    variant = Variant(dtype, *dims, alibi=True, varlen=True, window=causal)
+    lens = dict(lens_q=(33, 0, 70, 5), lens_k=(40, 9, 0, 150))
+    for seed in range(3):
+        case = Case(variant, seed, heads_k=2, group=2, causal=causal, align="lower_right", **lens)
+        judge(kernels, case, deterministic=seed == 1)
+
+
+@pytest.mark.parametrize("sizes", ((20, 30), (70, 32), (70, 150), (300, 200)))
+@pytest.mark.parametrize("mask", (False, True))
+def test_alibi_of_short_rows_of_keys(kernels, sizes, mask):
+    """The fp32 backward in one pass."""
+    for dims in ((16, 16), (32, 32)):
+        variant = Variant("float32", *dims, alibi=True, mask=mask, softcap=mask)
+        shapes = dict(mask_shape=sizes, softcap=5.0) if mask else dict(causal=True, align="lower_right")
+        judge(kernels, Case(variant, 2, lead=(2,), heads_k=2, seq_q=sizes[0], seq_k=sizes[1], **shapes))
+
+
+@pytest.mark.parametrize("dims", ((64, 64), (24, 40)))
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_slopes_of_any_sign_and_size(kernels, dtype, dims):
+    case = Case(Variant(dtype, *dims, alibi=True), 4, lead=(1, 2), rank=5, heads_k=2, seq_q=40, seq_k=90)
+    x = make_inputs(case)
+    for values in ((0.0, -0.03), (3e4, 1e-30)):
+        given = replace(x, alibi_slopes=torch.tensor(values))
+        results = forward(kernels, given, 164, 0)
+        Judge(given).require(results | backward(kernels, given, results, 164, False, 1))
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_generated_calls(kernels, part):
+    pool = [
+        Variant(dtype, *dims, alibi=True, window=window, mask=mask, lse_grad=mask, softcap=window and mask)
+        for dtype in ("bfloat16", "float16", "float32")
+        for dims in ((40, 64), *DIMS[:4])
+        for window in (False, True)
+        for mask in (False, True)
+    ]
+    for case in generate(70 + part, 8, pool, score_limit=1 << 15):
+        x = make_inputs(case)
+        if x.q.numel() == 0 or x.k.numel() == 0:
+            continue  # no launcher gets a call without a score
+        if 3 <= x.q.dim() <= 5 and x.q.shape[:-3] == x.k.shape[:-3] == x.v.shape[:-3]:
+            judge(kernels, case, deterministic=case.seed % 2 == 1)
+
+
+FAULTS = {
+    "a distance with a sign": ("../core/alibi.cuh", "fmaf(-slope, fabsf(ahead), s)", "fmaf(-slope, ahead, s)"),
+    "the keys of other lanes, in the backward": ("../sm80/bwd/bias_mask.cuh", "(m * 2 + e / 2);", "(m * 2);"),
+    "a diagonal that ends elsewhere": (
+        "../sm80/bwd/bias_mask_kernel.cuh",
+        "(p.lower_right != 0 ? keys - queries : 0)",
+        "0",
+    ),
+    "the slope of the next sequence": ("../core/alibi.cuh", "(segment - 1) * p", "(segment % num_seqs) * p"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tmp_path, fault):
+    library = build(tmp_path, "sm80", FAULTS[fault])
+    library.workspace.restype = c.c_int64
+    packed = "sequence" in fault
+    causal = "sign" not in fault  # where no key is ahead of its query, its distance has one sign
+    variant = Variant("bfloat16", 64, 64, alibi=True, window=causal, varlen=packed)
+    sizes = dict(lens_q=(33, 40), lens_k=(40, 90)) if packed else dict(lead=(2,), seq_q=70, seq_k=150)
+    case = Case(variant, heads_k=2, causal=causal, align="lower_right", **sizes)
+    assert is_found(lambda seed: judge(lambda dtype: library, replace(case, seed=seed)), range(12))
