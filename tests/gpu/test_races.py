@@ -83,7 +83,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
             "shared": (1, shape.heads, shape.seq_q),
             "members": (1, shape.heads, shape.seq_q),
             "keys": (shape.batch, 1, 1),
-            "weights": (shape.batch, shape.heads if shape.heads > 8 else 1, 1),
+            "weights": (shape.batch, shape.heads_k if shape.heads > 8 else 1, 1),
         }
         return (*rows[str(kind)], shape.seq_k)
 
@@ -107,7 +107,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
         "window": None if causal or not call.causal else shape.window,
         "align": "lower_right" if shape.lower_right else "upper_left",
         "softcap": SOFTCAP if call.softcap else None,
-    }
+    } | ({"dropout_p": 0.25} if call.dropout else {})
 
     def offsets(lens: tuple[int, ...]) -> Tensor | None:
         starts = torch.tensor((0, *lens), device=DEVICE).cumsum(0)
@@ -130,6 +130,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
         cu_seqlens_q=offsets(shape.lens_q),
         cu_seqlens_k=offsets(shape.lens_k),
         options=options,
+        dropout_seed=torch.tensor([1234, 5], device=DEVICE) if call.dropout else None,
     )
 
 
@@ -162,6 +163,9 @@ class Kernels:
         # In the place of a bias, and their gradient in that of its own.
         self.weighted = inputs.key_weight is not None
         self.bias = inputs.key_weight.unsqueeze(-2) if self.weighted else inputs.bias
+        # Behind `weighted`: no slopes of ALiBi, then those of dropout.
+        p = inputs.options.get("dropout_p", 0.0)
+        self.last = (self.weighted, False, inputs.dropout_seed, p) if p else (self.weighted,)
         self.need = ops.NEED_Q | ops.NEED_K | ops.NEED_V
         self.need |= ops.NEED_BIAS if self.bias is not None else 0
 
@@ -179,7 +183,7 @@ class Kernels:
         return functools.partial(
             torch.ops.flashsci.cuda_forward.default,
             self.q, self.k, self.v, self.bias, x.mask, *self.offsets,
-            *self.scalars, False, int(self.call.generation[2:]), self.weighted,
+            *self.scalars, False, int(self.call.generation[2:]), *self.last,
         )  # fmt: skip
 
     def forward(self) -> dict[str, Tensor]:
@@ -201,7 +205,7 @@ class Kernels:
             call = functools.partial(
                 torch.ops.flashsci.cuda_backward.default,
                 self.dout, None, self.q, self.k, self.v, self.bias, x.mask, *self.offsets,
-                out, lse, *self.scalars, False, deterministic, int(self.call.generation[2:]), need, self.weighted,
+                out, lse, *self.scalars, False, deterministic, int(self.call.generation[2:]), need, *self.last,
             )  # fmt: skip
         bits = (ops.NEED_Q, ops.NEED_K, ops.NEED_V, ops.NEED_BIAS)
         last = "dkey_weight" if self.weighted else "dbias"
