@@ -113,10 +113,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
     int64_t need, bool weighted, bool slopes, const std::optional<Tensor>& dropout_seed,
     double dropout_p) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale,        softcap,
-                        window_left,  window_right, lower_right,  tf32,
-                        weighted,     slopes,       generation,   false,
-                        &dropout_seed, dropout_p};
+  const Options options{max_seqlen_q, max_seqlen_k, scale,         softcap,  window_left,
+                        window_right, lower_right,  tf32,          weighted, slopes,
+                        generation,   false,        &dropout_seed, dropout_p};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;

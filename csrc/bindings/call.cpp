@@ -58,11 +58,11 @@ void check_weights(const Tensor& weights, const Call& call) {
                  "key weights must be [*, Hk or 1, 1, Sk], in the place of a bias, got ",
                  shape_of(weights), " beside ", call.shapes());
   const View view(weights);
-  const int64_t sizes[kMaxRank] = {call.q_view.size[0], call.q_view.size[1], call.k_view.size[2],
-                                   1, call.k_view.size[3]};
+  const int64_t sizes[kMaxRank] = {call.q_view.size[0], call.q_view.size[1], call.k_view.size[2], 1,
+                                   call.k_view.size[3]};
   for (int i = 0; i < kMaxRank; ++i)
-    FLASHSCI_CHECK(view.size[i] == 1 || view.size[i] == sizes[i], "key weights ",
-                   shape_of(weights), " do not broadcast to the keys of ", call.shapes());
+    FLASHSCI_CHECK(view.size[i] == 1 || view.size[i] == sizes[i], "key weights ", shape_of(weights),
+                   " do not broadcast to the keys of ", call.shapes());
 }
 
 const Tensor& given(const Tensor& x, const char* name) {
@@ -226,7 +226,7 @@ View check_out(const Tensor& x, const char* name, const Call& call) {
    true}
 #define BACKWARD(generation, unit) \
   {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace}
-#define BACKWARD_WITH_OPTIONS(generation, unit)                                                   \
+#define BACKWARD_WITH_OPTIONS(generation, unit)                                                  \
   {generation, nullptr, nullptr, flashsci_backward_##unit, flashsci_backward_##unit##_workspace, \
    nullptr,    true,    true}
 #define SMALL(dtype, takes_weights)             \

@@ -42,8 +42,8 @@ struct Call {
 
   std::string shapes() const { return shape_of(q) + ", " + shape_of(k) + ", " + shape_of(v); }
   int64_t rows() const { return q_view.size[0] * q_view.size[1] * q_view.size[2] * q_view.size[3]; }
-  uint64_t stride_bits() const;  // View::alignment_bits of q, k and v
-  FlashsciDropout dropout() const;       // seed null: none
+  uint64_t stride_bits() const;     // View::alignment_bits of q, k and v
+  FlashsciDropout dropout() const;  // seed null: none
   // Raises unless a launch succeeded; `cudaErrorNotSupported`: no kernel serves the call.
   void require(const char* what, cudaError_t error) const;
 

@@ -43,10 +43,9 @@ std::tuple<Tensor, Tensor> cuda_forward(
     double scale, double softcap, int64_t window_left, int64_t window_right, bool lower_right,
     bool tf32, int64_t generation, bool weighted, bool slopes,
     const std::optional<Tensor>& dropout_seed, double dropout_p) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale,        softcap,
-                        window_left,  window_right, lower_right,  tf32,
-                        weighted,     slopes,       generation,   false,
-                        &dropout_seed, dropout_p};
+  const Options options{max_seqlen_q, max_seqlen_k, scale,         softcap,  window_left,
+                        window_right, lower_right,  tf32,          weighted, slopes,
+                        generation,   false,        &dropout_seed, dropout_p};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   const OnDevice on_device(call.device);
   Tensor out = empty_like_layout(q, call.v_view.size[4], call.dtype, call.device);

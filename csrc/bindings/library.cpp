@@ -30,9 +30,10 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   m.def("cuda_forward(" TENSORS SCALARS
         "int generation, bool weighted=False, bool slopes=False" DROPOUT
         ") -> (Tensor out, Tensor lse)");
-  m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
-        "bool deterministic, int generation, int need, bool weighted=False, bool slopes=False" DROPOUT
-        ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+  m.def(
+      "cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
+      "bool deterministic, int generation, int need, bool weighted=False, bool slopes=False" DROPOUT
+      ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
   // The kernels that these ops would launch on a device of a compute capability (90 for 9.0), as
   // lines of "sm90/fwd/forward_kernel". Tensors may be on any device, also on "meta": nothing is
   // launched or written.

@@ -20,14 +20,13 @@ typedef struct FlashsciDropout {
 
 // Launchers for calls with dropout. The workspace is that of the same call without dropout,
 // flashsci_backward_sm80_..._workspace.
-#define FLASHSCI_DECLARE_DROPOUT(dtype)                                                         \
-  FLASHSCI_API int flashsci_forward_dropout_##dtype(const FlashsciForwardParams* params,        \
-                                                    const FlashsciDropout* dropout,             \
-                                                    FlashsciStream stream);                     \
-  FLASHSCI_API int flashsci_backward_dropout_##dtype(const FlashsciBackwardParams* params,      \
-                                                     const FlashsciDropout* dropout,            \
-                                                     FlashsciStream stream);                    \
-  FLASHSCI_API int64_t flashsci_backward_dropout_##dtype##_workspace(                           \
+#define FLASHSCI_DECLARE_DROPOUT(dtype)                                                            \
+  FLASHSCI_API int flashsci_forward_dropout_##dtype(                                               \
+      const FlashsciForwardParams* params, const FlashsciDropout* dropout, FlashsciStream stream); \
+  FLASHSCI_API int flashsci_backward_dropout_##dtype(const FlashsciBackwardParams* params,         \
+                                                     const FlashsciDropout* dropout,               \
+                                                     FlashsciStream stream);                       \
+  FLASHSCI_API int64_t flashsci_backward_dropout_##dtype##_workspace(                              \
       const FlashsciBackwardParams* params);
 
 FLASHSCI_DECLARE_DROPOUT(fp16)

@@ -146,8 +146,8 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
                                                 int query) const {
     uint32_t kept = 0;
     if constexpr (Drop::kDrops)
-      kept = dropping.template draw_neighbours<C::kM, C::kN>(
-          dropping.read_seed(), stream + member, first_column(query), first_key());
+      kept = dropping.template draw_neighbours<C::kM, C::kN>(dropping.read_seed(), stream + member,
+                                                             first_column(query), first_key());
     Scores s, dp;
     // opaque: an address in a register through the loop costs too much.
     const uint32_t k_left =

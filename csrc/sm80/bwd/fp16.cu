@@ -4,8 +4,8 @@
 
 extern "C" int flashsci_backward_sm80_fp16(const FlashsciBackwardParams* params,
                                            FlashsciStream stream) {
-  return flashsci::sm80::weights::launch_any_backward<flashsci::Float16>(*params,
-                                                                 static_cast<cudaStream_t>(stream));
+  return flashsci::sm80::weights::launch_any_backward<flashsci::Float16>(
+      *params, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int64_t flashsci_backward_sm80_fp16_workspace(const FlashsciBackwardParams* params) {

@@ -230,9 +230,9 @@ cudaError_t launch_bias(const FlashsciBackwardParams& p, const BackwardPlan& pla
                         const BiasPlan& bias, cudaStream_t stream, const Drop&... dropout) {
   using C = BiasTiles<kHeadDim>;
   static_assert(sizeof(BiasShared<C>) <= kTilesBudget, "over the budget");
-  cudaError_t error =
-      launch<bias_gradient_kernel<Op, C, Drop...>>(bias.blocks(), C::kThreads, sizeof(BiasShared<C>),
-                                                   p.device, stream, p, plan, bias, dropout...);
+  cudaError_t error = launch<bias_gradient_kernel<Op, C, Drop...>>(
+      bias.blocks(), C::kThreads, sizeof(BiasShared<C>), p.device, stream, p, plan, bias,
+      dropout...);
   if (error == cudaSuccess && bias.splits > 1)
     error = launch<bias_sum_kernel<Op>>(std::min<int64_t>((bias.elements + 255) / 256, 4096), 256,
                                         0, p.device, stream, p, plan, bias.splits, bias.elements);
@@ -296,8 +296,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream,
     if (error != cudaSuccess) return error;
   }
   if (p.seq_q > 0 && (work.keys || work.queries || work.bias)) {
-    const cudaError_t error =
-        launch_statistics<Op>(p, plan, work.sums_bytes, stream, dropout...);
+    const cudaError_t error = launch_statistics<Op>(p, plan, work.sums_bytes, stream, dropout...);
     if (error != cudaSuccess) return error;
   }
   if (work.keys) {

@@ -148,10 +148,10 @@ cudaError_t launch_bias(const FlashsciBackwardParams& p, const BackwardFp32Plan&
       bias.blocks(), Bias::kThreads, sizeof(BackwardStorage<Bias>), p.device, stream, p, plan, bias,
       last...);
   if (error == cudaSuccess && bias.splits > 1)
-    error = launch<bias_sum_fp32_kernel>(
-        std::min<int64_t>((bias.elements + 255) / 256, 4096), 256, 0, p.device, stream,
-        static_cast<float*>(p.dbias), static_cast<const float*>(bias.sums), bias.splits,
-        bias.elements);
+    error = launch<bias_sum_fp32_kernel>(std::min<int64_t>((bias.elements + 255) / 256, 4096), 256,
+                                         0, p.device, stream, static_cast<float*>(p.dbias),
+                                         static_cast<const float*>(bias.sums), bias.splits,
+                                         bias.elements);
   return error;
 }
 

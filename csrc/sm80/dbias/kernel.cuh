@@ -196,8 +196,7 @@ struct BiasGradient {
 #pragma unroll
       for (int i = 0; i < C::kM * C::kN * 4; ++i) {
         const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        s[m][n][e] =
-            weights::limited(s[m][n][e], addend[m][first + n][e], statistics[m][e / 2].x);
+        s[m][n][e] = weights::limited(s[m][n][e], addend[m][first + n][e], statistics[m][e / 2].x);
       }
     } else if (any_large(statistics)) {
       limit_probabilities(s);
@@ -226,9 +225,8 @@ struct BiasGradient {
       uint32_t kept = 0;
       if constexpr (Drop::kDrops) {
         const uint32_t entry = member.index[0] * p.batch1 + member.index[1];
-        kept = dropping.template draw_rows<C::kM, C::kN>(dropping.read_seed(), 0,
-                                                         entry * p.heads_q + member.index[2],
-                                                         warp_row + lane / 4, key);
+        kept = dropping.template draw_rows<C::kM, C::kN>(
+            dropping.read_seed(), 0, entry * p.heads_q + member.index[2], warp_row + lane / 4, key);
       }
       StepTile s, dp;  // S, then P; dP - delta
       Statistics statistics;
@@ -315,7 +313,8 @@ struct BiasGradient {
     }
     if constexpr (Drop::kDrops) {
 #pragma unroll
-      for (int i = 0; i < C::kM * kN * 4; ++i) sum[i / (4 * kN)][i / 4 % kN][i % 4] *= dropping.scale;
+      for (int i = 0; i < C::kM * kN * 4; ++i)
+        sum[i / (4 * kN)][i / 4 % kN][i % 4] *= dropping.scale;
     }
     write(sum);
   }
@@ -337,7 +336,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
   using Dropped = Dropping<Drop...>;
   BiasGradient<Op, C, Dropped>{shared, p, plan, bias, own, split, Dropped(dropout...)}.run(begin,
-                                                                                         end);
+                                                                                           end);
 }
 
 // dbias = the sum of the splits, in order.

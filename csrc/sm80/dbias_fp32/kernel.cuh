@@ -198,8 +198,7 @@ struct BiasGradientWarp {
 #pragma unroll
       for (int i = 0; i < C::kN * 2; ++i) {
         const int key = min(first + i / 4 * 16 + i % 4, p.seq_k - 1);
-        limits[i / 2][i % 2] =
-            weights::limit_of(__ldg(of_head + key * option.of.strides.column));
+        limits[i / 2][i % 2] = weights::limit_of(__ldg(of_head + key * option.of.strides.column));
       }
     }
   }

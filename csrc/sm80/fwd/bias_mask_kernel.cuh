@@ -254,8 +254,7 @@ template <class Op, class C, bool kVector, class... Drop>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     forward_bias_mask_kernel(const __grid_constant__ FlashsciForwardParams p,
                              const __grid_constant__ ForwardPlan plan,
-                             const __grid_constant__ BiasMaskPlan bias_mask,
-                             Drop... dropout) {
+                             const __grid_constant__ BiasMaskPlan bias_mask, Drop... dropout) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BiasMaskStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));

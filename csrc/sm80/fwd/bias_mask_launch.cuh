@@ -68,8 +68,8 @@ cudaError_t launch_bias_mask_padded(const FlashsciForwardParams& p, const BiasMa
   if (!vector) {
     // Copies without alignment need registers.
     using Unaligned = std::conditional_t<kHeadDim == 128, Tiling<128, 64, 32, 4, 2, 2>, Wide>;
-    return launch_bias_mask_tiling<Op, BiasMaskTiling<Unaligned, 1, 0>, false>(
-        p, bias_mask, stream, dropout...);
+    return launch_bias_mask_tiling<Op, BiasMaskTiling<Unaligned, 1, 0>, false>(p, bias_mask, stream,
+                                                                               dropout...);
   }
   if constexpr (kHeadDim <= 64 && sizeof...(Drop) == 0) {
     const bool plain = bias_mask.bias_copy == 16 &&

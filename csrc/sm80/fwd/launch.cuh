@@ -50,10 +50,10 @@ cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream,
   using Narrow = Tiling<C::kHeadDim, C::kBlockQ, C::kBlockK / 2, C::kWarps, 1, C::kMinBlocks>;
   using Aligned = std::conditional_t<kNarrow, typename Narrow::TwoStages, C>;
   using Short = Tiling<C::kHeadDim, 64, C::kBlockK / 2, C::kWarps, 1, C::kMinBlocks>;
-  using Unaligned = std::conditional_t<
-      kNarrow, std::conditional_t<C::kHeadDim == 128, Short, Narrow>, typename C::Unaligned>;
-  if (!vector)
-    return launch_tiling<Op, Unaligned, false, kAlibi>(p, stream, dropout...);
+  using Unaligned =
+      std::conditional_t<kNarrow, std::conditional_t<C::kHeadDim == 128, Short, Narrow>,
+                         typename C::Unaligned>;
+  if (!vector) return launch_tiling<Op, Unaligned, false, kAlibi>(p, stream, dropout...);
   if constexpr (C::kHeadDim <= 128 && kNeither) {
     using Small = SmallTiles<C::kHeadDim>;
     const int longest = p.cu_seqlens_q != nullptr ? p.max_seqlen_q : p.seq_q;

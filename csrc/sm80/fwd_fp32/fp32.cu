@@ -42,7 +42,8 @@ extern "C" int flashsci_forward_sm80_fp32(const FlashsciForwardParams* params,
   const auto on = static_cast<cudaStream_t>(stream);
   if (weights::has_weights(p.bias_mask)) {
     if (p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
-    const cudaError_t error = weights::take_logs<flashsci::sm80::fwd_fp32::ForwardFp32Plan>(p, p.workspace, on);
+    const cudaError_t error =
+        weights::take_logs<flashsci::sm80::fwd_fp32::ForwardFp32Plan>(p, p.workspace, on);
     if (error != cudaSuccess) return error;
   }
   return flashsci::sm80::fwd_fp32::launch_forward_fp32(p, on);

@@ -75,8 +75,8 @@ cudaError_t launch_any_backward(const FlashsciBackwardParams& p, cudaStream_t st
 
 inline int64_t any_workspace(const FlashsciBackwardParams& p) {
   if (!has_weights(p.bias_mask)) return backward_workspace(p);
-  return with_padded_dim(
-      p, [&](auto dim) { return WeightedWork<decltype(dim)::value>(p).bytes(); });
+  return with_padded_dim(p,
+                         [&](auto dim) { return WeightedWork<decltype(dim)::value>(p).bytes(); });
 }
 
 }  // namespace flashsci::sm80::weights

@@ -51,8 +51,7 @@ cudaError_t launch_weighted_tiles(const FlashsciBackwardParams& p, cudaStream_t 
   FlashsciBackwardParams bare = p;
   bare.bias_mask.bias = nullptr;
   plan.bias_mask = BiasMaskAccess::of(bare.bias_mask, p.seq_k);
-  work.sums.sums =
-      reinterpret_cast<float*>(memory + work.logs_bytes + work.statistics_bytes);
+  work.sums.sums = reinterpret_cast<float*>(memory + work.logs_bytes + work.statistics_bytes);
   const KeyWeights of{static_cast<const float*>(p.bias_mask.bias), p.bias_mask.bias_strides};
   return bwd_fp32::launch_bias<Bias>(bare, plan, work.sums, stream, of);
 }
