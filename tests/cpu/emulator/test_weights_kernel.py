@@ -84,6 +84,7 @@ KINDS = {
     "of heads": {},
     "of all heads": dict(weight_shape=(2, 1, 150)),
     "of the batch": dict(weight_shape=(1, 2, 150), weight_view="transposed"),
+    "one for all keys": dict(weight_shape=(2, 2, 1)),
     "all zero in one member": dict(weight_zeros="rows"),
     "subnormal": dict(weight_zeros="subnormal"),
     "lower right": dict(causal=True, align="lower_right"),
