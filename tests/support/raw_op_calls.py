@@ -718,24 +718,56 @@ def _across() -> Iterator[Right]:
         yield Right(f"{op}_backward", "one rank", lambda device, op=op: across(f"{op}_backward", device), across_backward_of, refresh=across_results)  # fmt: skip
 
 
-def _cuda_values(op: str, base: Callable[[str], Arguments], device: str) -> Arguments:
+# The feature that takes the place of the bias, by the label of a call.
+IN_PLACE = {"weights": "key_weight", "slopes": "alibi_slopes", "packed slopes": "alibi_slopes"}
+CUDA_LABELS = ("dense", "packed", *IN_PLACE, "dropout", "packed dropout")
+
+
+def _cuda_values(op: str, label: str, device: str) -> Arguments:
     """Of the ops of the compiled library: 16 bits, and options that they all have."""
-    given = base(device) | {"key_weight": None, "alibi_slopes": None, "bias_offsets": None}
-    if given["cu_seqlens_q"] is not None:
+    r, own = Draw(device, HALF), IN_PLACE.get(label)
+    given = packed(device) if "packed" in label else dense(device)
+    if label == "packed slopes":
+        given["alibi_slopes"] = r(2, 4, dtype=torch.float32).abs() / 4
+    given |= {n: None for n in ("key_weight", "alibi_slopes", "bias_offsets") if n != own}
+    if own is not None or "packed" in label:
         given["bias"] = None
-    given = {n: x.half() if isinstance(x, Tensor) and x.dtype == torch.float32 else x for n, x in given.items()}
-    r = Draw(device, HALF)
+    if "dropout" in label:
+        given |= {"dropout_seed": r.ints(3, 4, dtype=torch.int64), "dropout_p": 0.5}
+    singles = (n for n, x in given.items() if n != own and isinstance(x, Tensor) and x.dtype == torch.float32)
+    given |= {n: given[n].half() for n in list(singles)}
     with_results(given)
     given |= {"dout": r(*given["out"].shape), "dlse": r(*given["lse"].shape, dtype=torch.float32)}
+    if own is not None:
+        given["bias"] = given[own].unsqueeze(-2) if own == "key_weight" else given[own][..., None, None]
+    learnt = own != "alibi_slopes"
     for n in ("q", "k", "v", "bias"):
-        given[f"d{n}"] = None if given[n] is None else torch.empty_like(given[n])
-    given |= {"tf32": False, "generation": 0, "weighted": False, "need": 15}
-    return in_order(op, given)
+        given[f"d{n}"] = None if given[n] is None or (n == "bias" and not learnt) else torch.empty_like(given[n])
+    given |= {"tf32": False, "generation": 0, "weighted": own == "key_weight", "slopes": not learnt}
+    return in_order(op, given | {"need": 15 if learnt else 7})
+
+
+def _cuda_problem(given: Arguments) -> Arguments:
+    """The arguments of :data:`RAW` that those of an op of the library mean."""
+    found = dict.fromkeys(RAW) | OPTIONS | given
+    if given["weighted"]:
+        found |= {"key_weight": _one(given["bias"], -2), "bias": None}
+        if "need" in given:
+            found["need"] = given["need"] & 7 | (given["need"] & 8) << 1
+    if given["slopes"]:
+        found |= {"alibi_slopes": _one(_one(given["bias"], -1), -1), "bias": None}
+    return found
+
+
+def _one(x: Tensor, dim: int) -> Tensor:
+    """A tensor without a dim, which must have one entry."""
+    (found,) = x.unbind(dim)
+    return found
 
 
 def _cuda_refresh(given: Arguments) -> None:
     """out and lse of other options, where the op lacks some of those of :data:`RAW`."""
-    whole = dict.fromkeys(RAW) | OPTIONS | given
+    whole = _cuda_problem(given)
     with_results(whole)
     given |= {n: whole[n] for n in ("out", "lse") if n in given}
 
@@ -750,16 +782,26 @@ def _cuda_pages(device: str, cache: torch.dtype) -> Arguments:
     return in_order("cuda_paged_attention", given)
 
 
-def _cuda_truth(truth: Callable[..., Results], count: int) -> Callable[..., Results]:
-    return lambda given, dtype: truth(dict.fromkeys(RAW) | OPTIONS | given, dtype)[:count]
+def _cuda_forward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    return forward_of(_cuda_problem(given), dtype)
+
+
+def _cuda_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """dq, dk, dv, and dbias or the gradient of what is in its place."""
+    *rows, dbias, dweights = backward_of(_cuda_problem(given), dtype)
+    return *rows, dbias if dweights is None else dweights.unsqueeze(-2)
 
 
 def _cuda() -> Iterator[Right]:
-    truths = {"cuda_forward": _cuda_truth(forward_of, 2), "cuda_backward": _cuda_truth(backward_of, 4)}
-    for label, base in (("dense", dense), ("packed", packed)):
+    truths = {"cuda_forward": _cuda_forward_of, "cuda_backward": _cuda_backward_of}
+    for label in CUDA_LABELS:
         for what in ("forward", "backward"):
             for op in (f"cuda_{what}", f"cuda_prepared_{what}"):
-                yield Right(op, label, lambda device, op=op, base=base: _cuda_values(op, base, device), truths.get(op), unit=FINE, loose=LENGTHS if label == "packed" else frozenset(), refresh=_cuda_refresh)  # fmt: skip
+                if "dropout" in label and "prepared" in op:
+                    continue  # prepared launches have none
+                loose = LENGTHS if "packed" in label else frozenset()
+                values = lambda device, op=op, label=label: _cuda_values(op, label, device)  # noqa: E731
+                yield Right(op, label, values, truths.get(op), unit=FINE, loose=loose, refresh=_cuda_refresh)
     for cache in (HALF, FLOAT8):
         label = str(cache).removeprefix("torch.")
         yield Right("cuda_paged_attention", label, lambda device, cache=cache: _cuda_pages(device, cache), pages_of, ("out",), FINE)  # fmt: skip
