@@ -139,7 +139,7 @@ def prepared_forward(
     if library.fills_results() or scalars.dropout_p:
         return general
     weighted = tensors.key_weight is not None
-    if weighted and tensors.key_weight.dtype != torch.float32:
+    if tensors.key_weight is not None and tensors.key_weight.dtype != torch.float32:
         return general
     options = *layouts.options(scalars), generation, weighted, *layouts.last_options(tensors, 0.0)
     made = prepared.PreparedForward if tensors.alibi_slopes is None else prepared.PreparedForwardOfSlopes
@@ -192,7 +192,7 @@ def prepared_backward(
     if library.fills_results() or scalars.dropout_p:
         return general
     weighted = saved.tensors.key_weight is not None
-    if weighted and saved.tensors.key_weight.dtype != torch.float32:
+    if saved.tensors.key_weight is not None and saved.tensors.key_weight.dtype != torch.float32:
         return general
     options = (
         *layouts.options(scalars),
