@@ -63,6 +63,9 @@ def formulas() -> dict[Any, Callable[..., int]]:
     op = getattr(torch.ops.flashsci, "triton_map_statistics", None)
     if op is not None:
         found[op] = _formula_of_maps(op)
+    op = getattr(torch.ops.flashsci, "triton_forward_laplacian", None)
+    if op is not None:
+        found[op] = _formula_of_laplacians(op)
     for name, pairs in PAIRS.items():
         op = getattr(torch.ops.flashsci, name)
         found[op] = _formula(op, *PRODUCTS[name.rpartition("_")[2]], pairs)
@@ -94,6 +97,25 @@ def _formula_of_maps(op: Any) -> Callable[..., int]:
         given |= {"max_seqlen_q": given["q"].shape[-2], "max_seqlen_k": given["k"].shape[-2]}
         products = int(given["entropy"] or given["largest_score"]) + int(given["key_sum"])
         return int(2 * _pairs(given) * products * given["q"].shape[-1])
+
+    count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
+    return count
+
+
+def _formula_of_laplacians(op: Any) -> Callable[..., int]:
+    """The formula of output, Jacobian and Laplacian: products of the tensors that are there, of flashsci/call/laplacian.py."""
+    names = [argument.name for argument in op.default._schema.arguments]
+
+    def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
+        given = dict(zip(names, arguments, strict=False)) | named
+        dq, dk, dv, lq, lk, lv = (
+            given.get(f"{x}_{what}") is not None for what in ("jacobian", "laplacian") for x in "qkv"
+        )
+        directions = next((given[f"{x}_jacobian"].shape[0] for x, d in zip("qkv", (dq, dk, dv), strict=True) if d), 0)
+        slope = dq or dk  # S changes
+        over_dim = 1 + lq + lk + directions * (dq + dk + (dq and dk))
+        over_values = 1 + (slope or lq or lk) + lv + directions * (slope + dv + (slope and dv))
+        return int(2 * _pairs(given) * (over_dim * given["q"].shape[-1] + over_values * given["v"].shape[-1]))
 
     count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes
     return count

@@ -171,3 +171,30 @@ def test_reductions_of_a_map(asked, products):
     with flashsci.use_backend("triton"), FlopCounterMode(display=False) as counter:
         flashsci.attention_statistics(q, k, lse, causal=True, **dict.fromkeys(asked, True))
     assert counter.get_total_flops() == 2 * products * 16 * (2 * 4 * 20 * 21 // 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "over_dim", "over_values"),
+    [
+        ("", 1, 1),
+        ("q_jacobian", 1 + 5, 2 + 5),
+        ("v_jacobian", 1, 1 + 5),
+        ("q_jacobian k_jacobian", 1 + 5 * 3, 2 + 5),
+        ("k_jacobian v_jacobian", 1 + 5, 2 + 5 * 3),
+        ("k_laplacian", 2, 2),
+        ("v_laplacian", 1, 2),
+        ("q_jacobian k_jacobian v_jacobian q_laplacian k_laplacian v_laplacian", 3 + 5 * 3, 3 + 5 * 3),
+    ],
+)
+def test_a_forward_laplacian_counts_the_products_of_what_is_given(given, over_dim, over_values):
+    """Five directions. A product is over the head dim for scores and their derivatives, else over that of the values."""
+    rows = {
+        "q": draw(2, 4, 8, 16, grad=False),
+        "k": draw(2, 2, 12, 16, grad=False),
+        "v": draw(2, 2, 12, 32, grad=False),
+    }
+    shape = lambda name: (*[5] * name.endswith("jacobian"), *rows[name[0]].shape)  # noqa: E731
+    others = {name: draw(*shape(name), grad=False) for name in given.split()}
+    with flashsci.use_backend("triton"), FlopCounterMode(display=False) as counter:
+        flashsci.forward_laplacian(**rows, **others)
+    assert counter.get_total_flops() == 2 * (2 * 4 * 8 * 12) * (over_dim * 16 + over_values * 32)

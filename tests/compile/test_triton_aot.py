@@ -120,6 +120,7 @@ def report(architecture: int, ops: dict, launched: list):
 
     from flashsci.backends.triton.plans.copy import copied
     from flashsci.backends.triton.plans.mask_tiles import mask_tiles
+    from flashsci.backends.triton.plans.second_jvp import has_kernel
 
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:
@@ -128,7 +129,8 @@ def report(architecture: int, ops: dict, launched: list):
         ops["triton_forward"](*tensors, *scalars)
         ops["triton_backward"](*backward)
         ops["triton_double_backward"](*double_backward)
-        ops["triton_second_jvp"](*second_jvp)
+        if has_kernel(tensors[0].dtype, max(dims)):
+            ops["triton_second_jvp"](*second_jvp)
         if tensors[3] is not None and tensors[3].dim() == 4:
             # As a Linear leaves it, and its gradient.
             bias = tensors[3].contiguous(memory_format=torch.channels_last)

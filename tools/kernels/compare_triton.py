@@ -191,6 +191,11 @@ def launches(architecture: int):
         for operation in operations:
             launched.clear()
             if f"triton_{operation}" in found:  # an older tree has fewer
+                if operation == "second_jvp":
+                    from flashsci.backends.triton.plans.second_jvp import has_kernel
+
+                    if not has_kernel(getattr(torch, dtype), max(dims)):
+                        continue
                 found[f"triton_{operation}"](*given[operation])
             for place, launch in enumerate(launched):
                 yield f"sm_{architecture} | {name} | {operation} {place}", *launch

@@ -138,10 +138,10 @@ def prepared_forward(
         return general
     if library.fills_results() or scalars.dropout_p:
         return general
-    weights = tensors.key_weight
-    if weights is not None and weights.dtype != torch.float32:
+    weighted = tensors.key_weight is not None
+    if tensors.key_weight is not None and tensors.key_weight.dtype != torch.float32:
         return general
-    options = *layouts.options(scalars), generation, weights is not None, *layouts.last_options(tensors, 0.0)
+    options = *layouts.options(scalars), generation, weighted, *layouts.last_options(tensors, 0.0)
     made = prepared.PreparedForward if tensors.alibi_slopes is None else prepared.PreparedForwardOfSlopes
     return made(library.handle, tensors, options, general)
 
@@ -191,14 +191,14 @@ def prepared_backward(
         return general
     if library.fills_results() or scalars.dropout_p:
         return general
-    weights = saved.tensors.key_weight
-    if weights is not None and weights.dtype != torch.float32:
+    weighted = saved.tensors.key_weight is not None
+    if saved.tensors.key_weight is not None and saved.tensors.key_weight.dtype != torch.float32:
         return general
     options = (
         *layouts.options(scalars),
         scalars.deterministic,
         generation,
-        weights is not None,
+        weighted,
         *layouts.last_options(saved.tensors, 0.0),
     )
     by_pairs = takes_pairs(saved.tensors, scalars, generation) and dout is not None

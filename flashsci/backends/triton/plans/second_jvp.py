@@ -16,6 +16,11 @@ from flashsci.errors import BackendError
 WIDEST_FP32 = 128  # beyond, no tile of this kernel has room in registers
 
 
+def has_kernel(dtype: torch.dtype, widest: int) -> bool:
+    """Whether a kernel computes calls whose widest head dim is this one."""
+    return dtype != torch.float32 or widest <= WIDEST_FP32
+
+
 class _Layout(NamedTuple):
     """The layout of the tangents of bias and key weights of one direction; None: absent."""
 
@@ -74,7 +79,7 @@ def second_jvp(first: Tangents, second: Tangents, mixed: Tangents, first_lse, se
         from flashsci.backends import reference_packed
 
         return reference_packed.second_jvp(*along, first_lse, second_lse, Saved(tensors, out, lse, scalars))
-    if q.dtype == torch.float32 and plan.width > WIDEST_FP32:
+    if not has_kernel(q.dtype, max(q.shape[-1], v.shape[-1])):
         raise BackendError(
             f"flashsci: forward mode over forward mode in float32 has kernels for head dims up to {WIDEST_FP32}, got "
             f"{q.shape[-1]} and {v.shape[-1]}; give q, k and v in 16 bits, or compute this call with backend='reference'"
