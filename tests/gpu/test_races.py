@@ -131,6 +131,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
         cu_seqlens_k=offsets(shape.lens_k),
         options=options,
         dropout_seed=torch.tensor([1234, 5], device=DEVICE) if call.dropout else None,
+        alibi_slopes=rand(shape.heads, dtype=torch.float32).abs() / 4 if call.alibi else None,
     )
 
 
@@ -163,11 +164,15 @@ class Kernels:
         # In the place of a bias, and their gradient in that of its own.
         self.weighted = inputs.key_weight is not None
         self.bias = inputs.key_weight.unsqueeze(-2) if self.weighted else inputs.bias
-        # Behind `weighted`: no slopes of ALiBi, then those of dropout.
-        p = inputs.options.get("dropout_p", 0.0)
-        self.last = (self.weighted, False, inputs.dropout_seed, p) if p else (self.weighted,)
         self.need = ops.NEED_Q | ops.NEED_K | ops.NEED_V
         self.need |= ops.NEED_BIAS if self.bias is not None else 0
+        # So are slopes of ALiBi, without a gradient.
+        slopes = inputs.alibi_slopes
+        if slopes is not None:
+            self.bias = slopes[None, :, None, None]
+        # Behind `weighted`: whether there are slopes, then the arguments of dropout.
+        p = inputs.options.get("dropout_p", 0.0)
+        self.last = (self.weighted, slopes is not None, *((inputs.dropout_seed, p) if p else ()))
 
     def _swap(self, x: Tensor) -> Tensor:
         """Packed: [T, H, D] as [H, T, D], which the ops take, and back."""

@@ -85,6 +85,7 @@ class Call:
     short: bool = False  # 32 queries and keys at most
     inside: bool = False  # heads inside rows: in memory [B, S, H, D]
     dropout: bool = False
+    alibi: bool = False  # one slope for each head
 
     def __str__(self) -> str:
         words = (
@@ -92,7 +93,7 @@ class Call:
             self.dtype,
             f"d{self.head_dim}",
             f"v{self.head_dim_v}",
-            *(n for n in ("packed", "causal", "softcap", "decoding", "short", "inside", "dropout") if getattr(self, n)),
+            *(n for n in ("packed", "causal", "softcap", "decoding", "short", "inside", "dropout", "alibi") if getattr(self, n)),
             f"bias_{self.bias}{'_fp32' * self.bias_fp32}" if self.bias else "",
             f"mask_{self.mask}" if self.mask else "",
         )
@@ -484,6 +485,10 @@ def _older_forward(instance: Instance) -> Iterator[Call]:
         yield from _plain(call, dim)
     elif instance.variant == "any rows":
         yield from _plain(call, dim - 3)
+    elif instance.variant == "16-byte rows, ALiBi":
+        yield from _plain(replace(call, alibi=True), dim)
+    elif instance.variant == "any rows, ALiBi":
+        yield from _plain(replace(call, alibi=True), dim - 3)
     elif instance.variant in ("16-byte rows, any bias or mask", "16-byte rows, bias or mask"):
         yield replace(call, bias="shared", causal=True)
         yield replace(call, bias="own", bias_fp32=True, mask="own")
