@@ -93,7 +93,11 @@ class Call:
             self.dtype,
             f"d{self.head_dim}",
             f"v{self.head_dim_v}",
-            *(n for n in ("packed", "causal", "softcap", "decoding", "short", "inside", "dropout", "alibi") if getattr(self, n)),
+            *(
+                n
+                for n in ("packed", "causal", "softcap", "decoding", "short", "inside", "dropout", "alibi")
+                if getattr(self, n)
+            ),
             f"bias_{self.bias}{'_fp32' * self.bias_fp32}" if self.bias else "",
             f"mask_{self.mask}" if self.mask else "",
         )

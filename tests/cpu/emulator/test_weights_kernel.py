@@ -72,11 +72,14 @@ def judge(kernels, case: Case, deterministic: bool = False, need: str = "qkv") -
     judged, room = Judge(x), 228 if max(x.q.shape[-1], x.v.shape[-1]) > 128 else ROOMS[case.seed % 3]
     rows = {n: y.resolve_neg() for n in ("q", "k", "v", "dout") if (y := getattr(x, n)) is not None}
     x = replace(x, **{n: y if y.stride(-1) == 1 else y.contiguous() for n, y in rows.items()})
-    x = replace(x, key_weight=x.key_weight.reshape(*(1,) * (x.q.dim() - 1 - x.key_weight.dim()), *x.key_weight.shape))
+    shape = x.key_weight.shape
+    x = replace(x, key_weight=x.key_weight.reshape(*(1,) * (x.q.dim() - 1 - len(shape)), *shape))
     library = kernels(x.q.dtype)
     results = forward(library, x, room, case.seed)
     if x.dout is not None:
         results |= backward(library, x, results, room, deterministic, case.seed, need)
+    if x.key_weight_grad:
+        results["dkey_weight"] = results["dkey_weight"].reshape(shape)
     judged.require(results)
 
 
