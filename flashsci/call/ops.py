@@ -508,7 +508,7 @@ def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES) -> None:
         mapped = [p for p, dim in enumerate(in_dims) if dim is not None]
         alone = (
             args[packed] is not None
-            or (dropout is not None and any(args[dropout : dropout + 1]))  # a default may be left out
+            or (dropout is not None and args[dropout] != 0)
             or any(p not in tensors for p in mapped)
         )
         samples = {

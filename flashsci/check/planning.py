@@ -64,17 +64,15 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
     pairs = bool(unit and unit.startswith("cuda/sm90/pair"))
     small = bool(unit and unit.startswith("cuda/sm80/small"))
     hopper = bool(unit and unit.startswith("cuda/sm90")) and not pairs
-    dropping = bool(unit and unit.startswith("cuda/sm80/dropout"))
-    slopes = bool(unit and unit.startswith("cuda/sm80")) and not small  # and key weights
+    slopes = bool(unit and unit.startswith("cuda/sm80")) and not small
     if unit and unit.startswith("cuda"):
         only = DTYPE_OF.get(unit.rsplit("_")[-1])
         # Without features that these kernels refuse: a case that no backend serves shows nothing.
         served = [
-            replace(v, caps_bias=False, gate=None, dropout=dropping)
+            replace(v, caps_bias=False, gate=None)
             for v in variants(1024 if many else 512) + variants(features=False)
-            if not ((v.dropout and not dropping) or (v.varlen and v.bias))
-            and not (v.alibi and (v.bias or not slopes or (v.varlen and dropping)))
-            and not (v.key_weight and (v.bias or v.alibi or v.varlen or not slopes or dropping))
+            if not (v.dropout or v.key_weight or (v.varlen and v.bias))
+            and not (v.alibi and (v.bias or not slopes))
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
         ]

@@ -59,8 +59,6 @@ def instances(text: str | None = None) -> list[Instance]:
         if generation == "sm75" or (row["sm"] == "90" and "9.0" in row["runs on"].split(", ")):
             dim = int(row["head dim"])
             tile, variant = row["tile (rows x keys)"], row["variant"]
-            if kind == "dropout" and variant in ("dq", "bias sum"):
-                continue  # the kernels of bwd, by the same names
             found[Instance(generation, kind, DTYPES[dtype], dim, tile, variant)] = None
     return list(found)
 
@@ -84,7 +82,6 @@ class Call:
     decoding: bool = False
     short: bool = False  # 32 queries and keys at most
     inside: bool = False  # heads inside rows: in memory [B, S, H, D]
-    dropout: bool = False
     alibi: bool = False  # one slope for each head
 
     def __str__(self) -> str:
@@ -93,11 +90,7 @@ class Call:
             self.dtype,
             f"d{self.head_dim}",
             f"v{self.head_dim_v}",
-            *(
-                n
-                for n in ("packed", "causal", "softcap", "decoding", "short", "inside", "dropout", "alibi")
-                if getattr(self, n)
-            ),
+            *(n for n in ("packed", "causal", "softcap", "decoding", "short", "inside", "alibi") if getattr(self, n)),
             f"bias_{self.bias}{'_fp32' * self.bias_fp32}" if self.bias else "",
             f"mask_{self.mask}" if self.mask else "",
         )
@@ -504,8 +497,6 @@ def _older_forward(instance: Instance) -> Iterator[Call]:
         yield replace(call, bias="shared" if two else "own", bias_fp32=fp32)
         if not two:
             yield replace(call, bias="own", bias_fp32=fp32, mask="keys")
-    elif instance.variant == "log weights":
-        yield _weighted(instance)
 
 
 def _older_backward(instance: Instance) -> Iterator[Call]:
@@ -523,22 +514,6 @@ def _older_backward(instance: Instance) -> Iterator[Call]:
         yield replace(call, bias="shared", mask="keys")
         yield replace(call, bias="keys", bias_fp32=True)
         yield replace(call, bias="own", bias_fp32=True, softcap=True)
-    elif variant in ("bias gradient, of key weights", "log weights"):
-        yield _weighted(instance)
-        yield replace(_weighted(instance), mask="keys", softcap=True)
-
-
-def _weighted(instance: Instance) -> Call:
-    """A call with key weights, whatever the tiles of its logarithms."""
-    dim = instance.head_dim or 64
-    return Call(instance.generation, instance.dtype, dim, dim, bias="weights", bias_fp32=True)
-
-
-def _dropping(instance: Instance) -> Iterator[Call]:
-    """Both passes of sm80 with dropout, in 16 bits."""
-    forward = "16-byte rows" in instance.variant or "any rows" in instance.variant
-    for call in _older_forward(instance) if forward else _older_backward(instance):
-        yield replace(call, dropout=True)
 
 
 def _fp32_forward(instance: Instance) -> Iterator[Call]:
@@ -553,8 +528,6 @@ def _fp32_forward(instance: Instance) -> Iterator[Call]:
         yield replace(call, bias="own", causal=True)
         yield replace(call, bias="shared", mask="keys")
         yield replace(call, mask="own")
-    elif instance.variant == "log weights":
-        yield replace(_weighted(instance), head_dim=32, head_dim_v=32)
 
 
 def _fp32_backward(instance: Instance) -> Iterator[Call]:
@@ -576,9 +549,6 @@ def _fp32_backward(instance: Instance) -> Iterator[Call]:
         yield replace(call, bias="shared", mask="keys")
         yield replace(call, bias="keys")
         yield replace(call, bias="own", softcap=True)
-    elif variant in ("bias gradient, of key weights", "log weights"):
-        yield replace(_weighted(instance), head_dim=dim, head_dim_v=dim)
-        yield replace(_weighted(instance), head_dim=dim, head_dim_v=dim, mask="keys")
 
 
 _UNITS = {
@@ -593,7 +563,6 @@ _UNITS = {
     "sm80/paged8": _paged,
     "sm80/small": _small,
     "sm80/small_fp32": _small,
-    "sm80/dropout": _dropping,
     "sm80/fwd": _older_forward,
     "sm80/bwd": _older_backward,
     "sm80/fwd_fp32": _fp32_forward,
@@ -626,8 +595,6 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
             kind = "paged8"
         elif "5paged" in symbol:
             kind = "paged"
-        elif "FlashsciDropout" in name:
-            kind = "dropout"
         suffix = next(s for s, d in DTYPES.items() if d == own)
         unit = f"{generation[1]}/{kind}_{suffix}"
         kernel = resources().Kernel(unit, 90, symbol, 0, 0, 0, 0)

@@ -110,8 +110,7 @@ struct PlainWarp : KeyTileWarp<Op, C> {
     modify_scores(s, dp, plan.scores);
     if (!this->all_seen(query))
       mask_scores_transposed(s, window, warp_key + lane / 4, query + lane % 4 * 2);
-    this->exponentiate(s, statistics);
-    multiply_elements(dp, s);
+    this->exponentiate(s, dp, statistics);
     pack<Op>(p16, s);
     pack<Op>(ds16, dp);
   }

@@ -7,8 +7,6 @@
 //     dq_kernel                     after one of the two added up dq
 //     backward_queries_kernel       dq of deterministic calls, and dq alone
 //     bias_gradient_kernel          dbias of a shared bias
-//
-// Calls with dropout have no backward_kernel: it is the argument that the others then take.
 #pragma once
 #include <algorithm>
 
@@ -104,7 +102,6 @@ template <int kHeadDim>
 BiasPlan plan_bias(const FlashsciBackwardParams& p) {
   using C = BiasTiles<kHeadDim>;
   BiasPlan plan = plan_bias_tiles(p, C::kBlockQ, C::kBlockK);
-  if (weights::has_weights(p.bias_mask)) weights::own_by_key_heads(plan, p);
   plan.splits = 1;
   const int64_t owners = BiasPlan::product(plan.own);
   const int64_t members = BiasPlan::product(plan.members);
@@ -159,9 +156,9 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
   return work;
 }
 
-template <class Op, class C, bool kHasBiasMask, class... Drop>
+template <class Op, class C, bool kHasBiasMask>
 cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& plan,
-                        cudaStream_t stream, const Drop&... dropout) {
+                        cudaStream_t stream) {
   using Shared = std::conditional_t<kHasBiasMask, BackwardBiasMaskShared<C>, BackwardShared<C>>;
   static_assert(sizeof(Shared) == (2 * C::kBlockK + 2 * C::kStages * C::kBlockQ) * C::kHeadDim * 2 +
                                       C::kRoles * C::kBlockK * C::kBlockQ * 2 +
@@ -170,7 +167,7 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
                 "the plan has no padding");
   constexpr auto kernel = [] {
     if constexpr (kHasBiasMask)
-      return backward_bias_mask_kernel<Op, C, Drop...>;
+      return backward_bias_mask_kernel<Op, C>;
     else
       return backward_kernel<Op, C>;
   }();
@@ -179,7 +176,7 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
                int64_t{plan.writes_dq != 0});
   cudaError_t error =
       launch<kernel>(tiles * p.heads_k * p.batch0 * p.batch1, C::kThreads, sizeof(Shared), p.device,
-                     stream, p, plan, static_cast<uint32_t>(tiles), dropout...);
+                     stream, p, plan, static_cast<uint32_t>(tiles));
   if (error == cudaSuccess && plan.adds_dq)
     error = launch<dq_kernel<Op, C>>(
         static_cast<int64_t>(plan.query_slots) * p.heads_q * p.batch0 * p.batch1, kRowThreads, 0,
@@ -187,9 +184,9 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
   return error;
 }
 
-template <class Op, int kHeadDim, class... Drop>
+template <class Op, int kHeadDim>
 cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& plan, bool large,
-                        cudaStream_t stream, const Drop&... dropout) {
+                        cudaStream_t stream) {
   using Large = typename KeyTiles<kHeadDim>::Large;
   using WithBiasMask = typename KeyTiles<kHeadDim>::WithBiasMask;
   using Small = typename KeyTiles<kHeadDim>::Small;
@@ -203,59 +200,41 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
   const bool plain = plan.vector && p.bias_mask.bias == nullptr && p.bias_mask.mask == nullptr;
   if constexpr (!kTight) {
     if (large) {
-      if constexpr (sizeof...(Drop) == 0) {
-        if (plain) return launch_keys<Op, Large, false>(p, plan, stream);
-      }
-      return launch_keys<Op, WithBiasMask, true>(p, plan, stream, dropout...);
+      return plain ? launch_keys<Op, Large, false>(p, plan, stream)
+                   : launch_keys<Op, WithBiasMask, true>(p, plan, stream);
     }
   }
   if constexpr (kTight || Large::kBlockK != Small::kBlockK)
-    return launch_keys<Op, Small, true>(p, plan, stream, dropout...);
+    return launch_keys<Op, Small, true>(p, plan, stream);
   return cudaErrorInvalidValue;
 }
 
-template <class Op, int kHeadDim, class... Drop>
+template <class Op, int kHeadDim>
 cudaError_t launch_queries(const FlashsciBackwardParams& p, const BackwardPlan& plan,
-                           cudaStream_t stream, const Drop&... dropout) {
+                           cudaStream_t stream) {
   using C = QueryTiles<kHeadDim>;
   static_assert(sizeof(QueryShared<C>) <= kTilesBudget, "over the budget");
   const int64_t tiles = num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, p.cu_seqlens_q != nullptr);
-  return launch<backward_queries_kernel<Op, C, Drop...>>(
-      tiles * p.heads_q * p.batch0 * p.batch1, C::kThreads, sizeof(QueryShared<C>), p.device,
-      stream, p, plan, static_cast<uint32_t>(tiles), dropout...);
+  return launch<backward_queries_kernel<Op, C>>(tiles * p.heads_q * p.batch0 * p.batch1,
+                                                C::kThreads, sizeof(QueryShared<C>), p.device,
+                                                stream, p, plan, static_cast<uint32_t>(tiles));
 }
 
-template <class Op, int kHeadDim, class... Drop>
+template <class Op, int kHeadDim>
 cudaError_t launch_bias(const FlashsciBackwardParams& p, const BackwardPlan& plan,
-                        const BiasPlan& bias, cudaStream_t stream, const Drop&... dropout) {
+                        const BiasPlan& bias, cudaStream_t stream) {
   using C = BiasTiles<kHeadDim>;
   static_assert(sizeof(BiasShared<C>) <= kTilesBudget, "over the budget");
-  cudaError_t error = launch<bias_gradient_kernel<Op, C, Drop...>>(
-      bias.blocks(), C::kThreads, sizeof(BiasShared<C>), p.device, stream, p, plan, bias,
-      dropout...);
+  cudaError_t error = launch<bias_gradient_kernel<Op, C>>(
+      bias.blocks(), C::kThreads, sizeof(BiasShared<C>), p.device, stream, p, plan, bias);
   if (error == cudaSuccess && bias.splits > 1)
     error = launch<bias_sum_kernel<Op>>(std::min<int64_t>((bias.elements + 255) / 256, 4096), 256,
                                         0, p.device, stream, p, plan, bias.splits, bias.elements);
   return error;
 }
 
-// The statistics of all rows, and zeros in the sums of dq.
-template <class Op, class... Drop>
-cudaError_t launch_statistics(const FlashsciBackwardParams& p, const BackwardPlan& plan,
-                              int64_t sums_bytes, cudaStream_t stream, const Drop&... dropout) {
-  int lanes = 4;
-  while (lanes * kChunkElements < p.head_dim_v) lanes *= 2;
-  const int64_t tiles = (p.seq_q + kRowThreads / lanes - 1) / (kRowThreads / lanes);
-  const int vector =
-      plan.vector && (p.dout == nullptr || takes_vectors(p.out, p.out_strides, p.head_dim_v));
-  return launch<statistics_kernel<Op, Drop...>>(
-      tiles * p.batch0 * p.batch1 * p.heads_q, kRowThreads, 0, p.device, stream, p, plan,
-      static_cast<uint32_t>(tiles), lanes, vector, sums_bytes / int64_t{16}, dropout...);
-}
-
-template <class Op, int kHeadDim, class... Drop>
-cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream,
-                          const Drop&... dropout) {
+template <class Op, int kHeadDim>
+cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) {
   const BackwardWork work = plan_work<kHeadDim>(p);
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
   if (heads > INT32_MAX || work.query_slots > INT32_MAX) return cudaErrorInvalidValue;
@@ -296,19 +275,26 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream,
     if (error != cudaSuccess) return error;
   }
   if (p.seq_q > 0 && (work.keys || work.queries || work.bias)) {
-    const cudaError_t error = launch_statistics<Op>(p, plan, work.sums_bytes, stream, dropout...);
+    int lanes = 4;
+    while (lanes * kChunkElements < p.head_dim_v) lanes *= 2;
+    const int64_t tiles = (p.seq_q + kRowThreads / lanes - 1) / (kRowThreads / lanes);
+    const int vector =
+        plan.vector && (p.dout == nullptr || takes_vectors(p.out, p.out_strides, p.head_dim_v));
+    const cudaError_t error = launch<statistics_kernel<Op>>(
+        tiles * heads, kRowThreads, 0, p.device, stream, p, plan, static_cast<uint32_t>(tiles),
+        lanes, vector, work.sums_bytes / int64_t{16});
     if (error != cudaSuccess) return error;
   }
   if (work.keys) {
-    const cudaError_t error = launch_keys<Op, kHeadDim>(p, plan, work.large, stream, dropout...);
+    const cudaError_t error = launch_keys<Op, kHeadDim>(p, plan, work.large, stream);
     if (error != cudaSuccess) return error;
   }
   if (work.queries) {
-    const cudaError_t error = launch_queries<Op, kHeadDim>(p, plan, stream, dropout...);
+    const cudaError_t error = launch_queries<Op, kHeadDim>(p, plan, stream);
     if (error != cudaSuccess) return error;
   }
   if (work.bias && p.seq_q > 0 && p.seq_k > 0)
-    return launch_bias<Op, kHeadDim>(p, plan, work.bias_plan, stream, dropout...);
+    return launch_bias<Op, kHeadDim>(p, plan, work.bias_plan, stream);
   return cudaSuccess;
 }
 
@@ -324,12 +310,11 @@ auto with_padded_dim(const FlashsciBackwardParams& p, const Call& call) {
   return call(std::integral_constant<int, 256>{});
 }
 
-template <class Op, class... Drop>
-cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream,
-                            const Drop&... dropout) {
+template <class Op>
+cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream) {
   if (std::max(p.head_dim, p.head_dim_v) > FLASHSCI_MAX_HEAD_DIM) return cudaErrorInvalidValue;
   return with_padded_dim(
-      p, [&](auto dim) { return launch_padded<Op, decltype(dim)::value>(p, stream, dropout...); });
+      p, [&](auto dim) { return launch_padded<Op, decltype(dim)::value>(p, stream); });
 }
 
 inline int64_t backward_workspace(const FlashsciBackwardParams& p) {

@@ -2,7 +2,7 @@
 // KiB of shared memory.
 #include <algorithm>
 
-#include "../weights/backward_fp32.cuh"
+#include "launch.cuh"
 
 namespace flashsci::sm80::bwd_fp32 {
 namespace {
@@ -40,21 +40,14 @@ extern "C" int flashsci_backward_sm80_fp32(const FlashsciBackwardParams* params,
   const int dim = std::max(params->head_dim, params->head_dim_v);
   if (dim > (params->shared_per_sm > 200 * 1024 ? 256 : 128)) return cudaErrorNotSupported;
   return with_tiles(*params, [&](auto keys, auto queries, auto bias) -> int {
-    using Keys = decltype(keys);
-    using Queries = decltype(queries);
-    using Bias = decltype(bias);
-    const auto on = static_cast<cudaStream_t>(stream);
-    return flashsci::sm80::weights::has_weights(params->bias_mask)
-               ? flashsci::sm80::weights::launch_weighted_tiles<Keys, Queries, Bias>(*params, on)
-               : launch_backward_tiles<Keys, Queries, Bias>(*params, on);
+    return launch_backward_tiles<decltype(keys), decltype(queries), decltype(bias)>(
+        *params, static_cast<cudaStream_t>(stream));
   });
 }
 
 extern "C" int64_t flashsci_backward_sm80_fp32_workspace(const FlashsciBackwardParams* params) {
   using namespace flashsci::sm80::bwd_fp32;
   return with_tiles(*params, [&](auto, auto, auto bias) -> int64_t {
-    if (flashsci::sm80::weights::has_weights(params->bias_mask))
-      return flashsci::sm80::weights::WeightedFp32Work<decltype(bias)>(*params).bytes();
     const BackwardFp32Work work = plan_work<decltype(bias)>(*params);
     return work.statistics_bytes + work.bias_bytes;
   });

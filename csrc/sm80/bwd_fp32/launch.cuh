@@ -130,31 +130,6 @@ cudaError_t launch_short_of(const FlashsciBackwardParams& p, const BackwardFp32P
   return cudaErrorNotSupported;
 }
 
-inline cudaError_t launch_statistics(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
-                                     cudaStream_t stream) {
-  int lanes = 4;  // per row
-  while (lanes < 32 && lanes * 4 < p.head_dim_v) lanes *= 2;
-  const int64_t tiles = (int64_t{p.seq_q} + 256 / lanes - 1) / (256 / lanes);
-  return launch<statistics_fp32_kernel>(tiles * p.batch0 * p.batch1 * p.heads_q, 256, 0, p.device,
-                                        stream, p, plan.statistics, static_cast<uint32_t>(tiles),
-                                        lanes, plan.vector);
-}
-
-// dbias of a shared bias; last: of key weights.
-template <class Bias, class... Last>
-cudaError_t launch_bias(const FlashsciBackwardParams& p, const BackwardFp32Plan& plan,
-                        const BiasFp32Plan& bias, cudaStream_t stream, const Last&... last) {
-  cudaError_t error = launch<bias_gradient_fp32_kernel<Bias, Last...>>(
-      bias.blocks(), Bias::kThreads, sizeof(BackwardStorage<Bias>), p.device, stream, p, plan, bias,
-      last...);
-  if (error == cudaSuccess && bias.splits > 1)
-    error = launch<bias_sum_fp32_kernel>(std::min<int64_t>((bias.elements + 255) / 256, 4096), 256,
-                                         0, p.device, stream, static_cast<float*>(p.dbias),
-                                         static_cast<const float*>(bias.sums), bias.splits,
-                                         bias.elements);
-  return error;
-}
-
 template <class Keys, class Queries, class Bias>
 cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t stream) {
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
@@ -179,7 +154,14 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
   plan.vector_dbias = BiasMaskAccess::of(dbias, p.seq_k).vector_bias;
 
   cudaError_t error = cudaSuccess;
-  if (heads * p.seq_q > 0) error = launch_statistics(p, plan, stream);
+  if (heads * p.seq_q > 0) {
+    int lanes = 4;  // per row
+    while (lanes < 32 && lanes * 4 < p.head_dim_v) lanes *= 2;
+    const int64_t tiles_of_rows = (int64_t{p.seq_q} + 256 / lanes - 1) / (256 / lanes);
+    error = launch<statistics_fp32_kernel>(tiles_of_rows * heads, 256, 0, p.device, stream, p,
+                                           plan.statistics, static_cast<uint32_t>(tiles_of_rows),
+                                           lanes, plan.vector);
+  }
   if (error == cudaSuccess && p.dbias != nullptr && work.bias_plan.elements > 0 &&
       ((work.writes_bias && (p.window_left >= 0 || p.window_right >= 0)) ||
        heads * p.seq_q * p.seq_k == 0))
@@ -191,8 +173,16 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
                       : launch_keys<typename Keys::Plain, false>(p, plan, stream);
   if (error == cudaSuccess && work.queries && !short_keys)
     error = launch_queries<Queries>(p, plan, stream);
-  if (error == cudaSuccess && work.bias && heads * p.seq_q * p.seq_k > 0)
-    error = launch_bias<Bias>(p, plan, work.bias_plan, stream);
+  if (error == cudaSuccess && work.bias && heads * p.seq_q * p.seq_k > 0) {
+    error = launch<bias_gradient_fp32_kernel<Bias>>(work.bias_plan.blocks(), Bias::kThreads,
+                                                    sizeof(BackwardStorage<Bias>), p.device, stream,
+                                                    p, plan, work.bias_plan);
+    if (error == cudaSuccess && work.bias_plan.splits > 1)
+      error = launch<bias_sum_fp32_kernel>(
+          std::min<int64_t>((work.bias_plan.elements + 255) / 256, 4096), 256, 0, p.device, stream,
+          static_cast<float*>(p.dbias), static_cast<const float*>(work.bias_plan.sums),
+          work.bias_plan.splits, work.bias_plan.elements);
+  }
   return error;
 }
 

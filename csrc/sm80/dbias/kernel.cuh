@@ -1,7 +1,6 @@
 // The gradient of a shared bias, reduced to the bias's own shape, without atomics.
 //
-// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks; dropout as in
-//           bwd/bias_mask_kernel.cuh. Of key weights: weights/limits.cuh.
+// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks.
 // Roles     A CTA owns a tile of dbias, 64 to 128 rows x 32 to 64 keys (one row or one key, if the
 //           bias has one), and adds up its members: the batches, heads, row tiles and key tiles
 //           that share it. If tiles are few, `splits` CTAs share the members of one and leave
@@ -15,7 +14,6 @@
 #include "../../core/dbias_reduce.cuh"
 #include "../../core/poison.cuh"
 #include "../dq/kernel.cuh"
-#include "../weights/limits.cuh"
 
 namespace flashsci::sm80::dbias {
 
@@ -35,13 +33,6 @@ struct alignas(128) BiasShared {
   alignas(16) uint8_t shown[2][C::kBlockK];             // [member % 2, kBlockK]: a mask of keys
 };
 
-// A score in the units of the exponential, if it is not kScaled.
-__device__ __forceinline__ float shaped(float x, const ScorePlan& plan) {
-  const float y =
-      plan.mode == kSoftcap ? plan.outer * tanh_accurate(plan.inner * x) : plan.inner * x;
-  return x == -INFINITY ? x : y;
-}
-
 // Adds the bias to scores that could not start from it, columns from n8 block `first` of it.
 template <int kM, int kN, int kAll>
 __device__ __forceinline__ void add_late(float (&s)[kM][kN][4], const float (&addend)[kM][kAll][4],
@@ -49,12 +40,15 @@ __device__ __forceinline__ void add_late(float (&s)[kM][kN][4], const float (&ad
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i) {
     float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
-    x = shaped(x, plan.scores) + addend[i / (4 * kN)][first + i / 4 % kN][i % 4];
+    const float shaped = plan.scores.mode == kSoftcap
+                             ? plan.scores.outer * tanh_accurate(plan.scores.inner * x)
+                             : plan.scores.inner * x;
+    x = (x == -INFINITY ? x : shaped) + addend[i / (4 * kN)][first + i / 4 % kN][i % 4];
   }
 }
 
 // The state of a thread through the members of one tile of dbias.
-template <class Op, class C, class Drop>
+template <class Op, class C>
 struct BiasGradient {
   using T = Tile<C::kHeadDim>;
   static constexpr int kN = C::kBlockK / 8;  // n8 blocks of the tile; C::kN: of a step
@@ -69,7 +63,6 @@ struct BiasGradient {
   const BiasPlan& bias;
   const BiasMember& own;
   const uint32_t split;
-  const Drop dropping;
   const int warp = ptx::redux_max(threadIdx.x / 32), lane = threadIdx.x % 32;
   const Window window{p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k};
   const uint32_t group = plan.group;
@@ -112,24 +105,6 @@ struct BiasGradient {
                        key * p.bias_mask.mask_strides.column)
                : 1;
   }
-  // The head whose index strides of the own tile take.
-  __device__ __forceinline__ uint32_t own_head() const {
-    return Drop::kWeighted ? own.index[2] / group : own.index[2];
-  }
-  // The limits of e^(s - lse), where the bias is for others; the same for all members.
-  __device__ __forceinline__ void load_limits(TileSums& limit) const {
-    if constexpr (Drop::kWeighted) {
-      const FlashsciBiasMask weights{dropping.of.data, nullptr, dropping.of.strides, {}, 1};
-      set_zero(limit);
-      apply_bias_mask<Op>(limit, BiasMaskView(weights, own.index[0], own.index[1], own_head()),
-                          own_row, own_key, p.seq_q, p.seq_k, 1.f);
-#pragma unroll
-      for (int i = 0; i < C::kM * kN * 4; ++i) {
-        float& x = limit[i / (4 * kN)][i / 4 % kN][i % 4];
-        x = weights::limit_of(x);
-      }
-    }
-  }
   // The bias, in units of the scores; the same for all members.
   __device__ __forceinline__ void load_addend(TileSums& addend) const {
     const FlashsciBiasMask only_bias{
@@ -162,17 +137,7 @@ struct BiasGradient {
   __device__ __forceinline__ void complete_scores(StepTile& s, const TileSums& addend, int first,
                                                   const BiasMember& member, int warp_row,
                                                   int warp_last_row, int key) const {
-    if constexpr (Drop::kWeighted) {
-      if (plan.scores.mode != kScaled) {
-#pragma unroll
-        for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-          float& x = s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
-          x = shaped(x, plan.scores);
-        }
-      }
-    } else if (!plan.bias_first) {
-      add_late(s, addend, first, plan);
-    }
+    if (!plan.bias_first) add_late(s, addend, first, plan);
     if (pair_mask) {
       const FlashsciBiasMask only_mask{nullptr, p.bias_mask.mask, {}, p.bias_mask.mask_strides, 0};
       apply_bias_mask<Op>(
@@ -182,26 +147,15 @@ struct BiasGradient {
     if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
       mask_scores(s, window, warp_row + opaque(lane) / 4, key + opaque(lane) % 4 * 2);
   }
-  // sum += dS, for the keys from n8 block `first` of the tile on. kept: with dropout, the bits of
-  // draw_rows.
-  __device__ __forceinline__ void add_ds(TileSums& sum, StepTile& s, StepTile& dp,
-                                         const TileSums& addend, const Statistics& statistics,
-                                         int first, uint32_t kept) const {
+  // sum += dS, for the keys from n8 block `first` of the tile on.
+  __device__ __forceinline__ void add_ds(TileSums& sum, StepTile& s, const StepTile& dp,
+                                         const Statistics& statistics, int first) const {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
       s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.scores.exp_scale, statistics[m][e / 2].x));
     }
-    if constexpr (Drop::kWeighted) {
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        s[m][n][e] = weights::limited(s[m][n][e], addend[m][first + n][e], statistics[m][e / 2].x);
-      }
-    } else if (any_large(statistics)) {
-      limit_probabilities(s);
-    }
-    if constexpr (Drop::kDrops) drop_gradients(dp, statistics, kept);
+    if (any_large(statistics)) limit_probabilities(s);
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
@@ -222,12 +176,6 @@ struct BiasGradient {
       if (warp_row >= p.seq_q || key >= window.end(warp_last_row) ||
           key + C::kStep <= window.begin(warp_row))
         continue;
-      uint32_t kept = 0;
-      if constexpr (Drop::kDrops) {
-        const uint32_t entry = member.index[0] * p.batch1 + member.index[1];
-        kept = dropping.template draw_rows<C::kM, C::kN>(
-            dropping.read_seed(), 0, entry * p.heads_q + member.index[2], warp_row + lane / 4, key);
-      }
       StepTile s, dp;  // S, then P; dP - delta
       Statistics statistics;
 #pragma unroll
@@ -238,7 +186,7 @@ struct BiasGradient {
       multiply_rows<Op, C::kHeadDim>(s, q_tile + left, k_tile + right);
       multiply_rows<Op, C::kHeadDim>(dp, dout_tile + left, v_tile + right);
       complete_scores(s, addend, step / 8, member, warp_row, warp_last_row, key);
-      add_ds(sum, s, dp, addend, statistics, step / 8, kept);
+      add_ds(sum, s, dp, statistics, step / 8);
     }
   }
 
@@ -247,7 +195,7 @@ struct BiasGradient {
   __device__ __forceinline__ void write(TileSums& sum) const {
     const bool own_rows = p.dbias_strides.row != 0 || p.seq_q == 1;
     const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
-    const int64_t base = own.offset(p.dbias_strides, own_head());
+    const int64_t base = own.offset(p.dbias_strides, own.index[2]);
     if (!own_keys) add_keys(sum);
     if (own_rows) {
 #pragma unroll
@@ -266,21 +214,15 @@ struct BiasGradient {
                         reinterpret_cast<float*>(&shared));
   }
 
-  __device__ __forceinline__ void decode(BiasMember& member, uint32_t number) const {
-    member.decode(number, bias.members);
-#pragma unroll
-    for (int i = 0; i < 5; ++i) member.index[i] += own.index[i];
-  }
   // Members [begin, end).
   __device__ __forceinline__ void run(uint32_t begin, uint32_t end) const {
     TileSums addend, sum;
-    if (Drop::kWeighted)
-      load_limits(addend);
-    else
-      load_addend(addend);
+    load_addend(addend);
     set_zero(sum);
     BiasMember next;
-    decode(next, begin);
+    next.decode(begin, bias.members);
+#pragma unroll
+    for (int i = 0; i < 5; ++i) next.index[i] += own.index[i];
     if (C::kStages == 2) {
       load(next, 0);
       ptx::cp_async_commit();
@@ -300,10 +242,7 @@ struct BiasGradient {
       ptx::cp_async_wait<0>();
       __syncthreads();  // this stage is complete; no warp reads the other one
       if (number + 1 < end) {
-        if constexpr (Drop::kWeighted)
-          decode(next, number + 1);
-        else
-          next.advance(bias.members);
+        next.advance(bias.members);
         if (C::kStages == 2) load(next, stage ^ 1);
         shown = load_shown(next);
       }
@@ -311,32 +250,24 @@ struct BiasGradient {
       add_member(sum, addend, member, stage, number);
       if (C::kStages == 2) stage ^= 1;
     }
-    if constexpr (Drop::kDrops) {
-#pragma unroll
-      for (int i = 0; i < C::kM * kN * 4; ++i)
-        sum[i / (4 * kN)][i / 4 % kN][i % 4] *= dropping.scale;
-    }
     write(sum);
   }
 };
 
-template <class Op, class C, class... Drop>
+template <class Op, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     bias_gradient_kernel(const __grid_constant__ FlashsciBackwardParams p,
                          const __grid_constant__ BackwardPlan plan,
-                         const __grid_constant__ BiasPlan bias, Drop... dropout) {
+                         const __grid_constant__ BiasPlan bias) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BiasShared<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
   const uint32_t split = blockIdx.x % bias.splits;
   BiasMember own;
   own.decode(blockIdx.x / bias.splits, bias.own);
-  if (Dropping<Drop...>::kWeighted && bias.own[2] > 1) own.index[2] *= plan.group;
   const uint32_t begin = static_cast<uint64_t>(bias.member_count) * split / bias.splits;
   const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
-  using Dropped = Dropping<Drop...>;
-  BiasGradient<Op, C, Dropped>{shared, p, plan, bias, own, split, Dropped(dropout...)}.run(begin,
-                                                                                           end);
+  BiasGradient<Op, C>{shared, p, plan, bias, own, split}.run(begin, end);
 }
 
 // dbias = the sum of the splits, in order.

@@ -1,7 +1,6 @@
 // The gradient of a shared bias, in fp32: reduced to the bias's own shape, without atomics.
 //
-// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks. Of key
-//           weights: weights/limits.cuh.
+// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks.
 // Roles     A CTA owns a tile of dbias (one row or one key, if the bias has one) and adds up its
 //           members: the batches, heads, row tiles and key tiles that share it. If tiles are few,
 //           `splits` CTAs share the members of one and leave partial sums to bias_sum_fp32_kernel.
@@ -24,7 +23,6 @@
 #include "../fp32_common/rows.cuh"
 #include "../fp32_common/stream.cuh"
 #include "../fp32_common/warp_mma.cuh"
-#include "../weights/limits.cuh"
 
 namespace flashsci::sm80::dbias_fp32 {
 
@@ -38,7 +36,7 @@ struct BiasFp32Plan : BiasPlan {
 // conversions. `run` is the loop over members, `add` adds one member. Arrays are stored elsewhere:
 // the compiler keeps scalars in the same object as arrays in memory until it has unrolled the loops
 // over them.
-template <class C, class Option>
+template <class C>
 struct BiasGradientWarp {
   using RowTile = SplitFp16Tile<C::kBlockRows, C::kDim>;
   using ColumnTile = SplitFp16Tile<C::kBlockColumns, C::kDim>;
@@ -61,15 +59,12 @@ struct BiasGradientWarp {
   const uint32_t q_tile, dout_tile, q_start, dout_start;
   const uint32_t k_mixed, k_high;  // in the halves of the stream
   Scores& sum;                     // dS summed over members
-  const Option option;
-  using Limits = float[C::kN][2];  // of e^(s - lse), for the columns of a lane
 
   __device__ __forceinline__ BiasGradientWarp(BackwardStorage<C>& shared_,
                                               const FlashsciBackwardParams& p_,
                                               const BackwardFp32Plan& plan_,
                                               const BiasFp32Plan& bias_, const BiasMember& own_,
-                                              uint32_t split_, KeyStream& stream_, Scores& sum_,
-                                              const Option& option_)
+                                              uint32_t split_, KeyStream& stream_, Scores& sum_)
       : p(p_),
         plan(plan_),
         bias(bias_),
@@ -87,8 +82,7 @@ struct BiasGradientWarp {
         dout_start(start_of_a<RowTile>(dout_tile, warp * C::kRows)),
         k_mixed(start_of_rows<ColumnTile>(stream.tile(0), true)),
         k_high(start_of_rows<ColumnTile>(stream.tile(0), false)),
-        sum(sum_),
-        option(option_) {}
+        sum(sum_) {}
 
   // --- loads
 
@@ -148,22 +142,13 @@ struct BiasGradientWarp {
     pair_tile.apply(s, bias_mask, factor);
     if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
   }
-  __device__ __forceinline__ void exponentiate(Scores& s, const Statistics& statistics,
-                                               const Limits& limits) const {
+  __device__ __forceinline__ void exponentiate(Scores& s, const Statistics& statistics) const {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
       s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], kLog2e, -statistics[m][e / 2].x));
     }
-    if constexpr (Option::kWeighted) {
-#pragma unroll
-      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-        const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
-        s[m][n][e] = weights::limited(s[m][n][e], limits[n][e % 2], statistics[m][e / 2].x);
-      }
-    } else if (any_large(statistics)) {
-      limit_probabilities(s);
-    }
+    if (any_large(statistics)) limit_probabilities(s);
   }
   // dS = P (dP - delta).
   __device__ __forceinline__ void add(const Scores& probabilities, const Statistics& statistics) {
@@ -186,22 +171,6 @@ struct BiasGradientWarp {
 
   // --- sums
 
-  // The head whose index strides of the own tile take.
-  __device__ __forceinline__ uint32_t own_head() const {
-    return Option::kWeighted ? own.index[2] / static_cast<uint32_t>(p.heads_q / p.heads_k)
-                             : own.index[2];
-  }
-  __device__ __forceinline__ void load_limits(Limits& limits) const {
-    if constexpr (Option::kWeighted) {
-      const float* of_head = option.of.data + own.offset(option.of.strides, own_head());
-      const int first = own.index[4] * C::kBlockColumns + lane % 4 * 4;
-#pragma unroll
-      for (int i = 0; i < C::kN * 2; ++i) {
-        const int key = min(first + i / 4 * 16 + i % 4, p.seq_k - 1);
-        limits[i / 2][i % 2] = weights::limit_of(__ldg(of_head + key * option.of.strides.column));
-      }
-    }
-  }
   __device__ __forceinline__ void write_rows(float* target, bool own_keys) const {
     const int own_row = own.index[3] * C::kBlockRows + warp * C::kRows + lane / 4;
     const int own_key = own.index[4] * C::kBlockColumns + lane % 4 * 4;
@@ -245,7 +214,7 @@ struct BiasGradientWarp {
     const bool own_keys = p.dbias_strides.column != 0 || p.seq_k == 1;
     float* target =
         bias.splits > 1 ? bias.sums + split * bias.elements : static_cast<float*>(p.dbias);
-    target += own.offset(p.dbias_strides, own_head());
+    target += own.offset(p.dbias_strides, own.index[2]);
     if (!own_keys) add_keys(sum);
     if (own_rows)
       write_rows(target, own_keys);
@@ -254,8 +223,6 @@ struct BiasGradientWarp {
   }
 
   __device__ __forceinline__ void run(uint32_t begin, uint32_t end) {
-    Limits limits;
-    load_limits(limits);
 #pragma unroll 1
     for (uint32_t number = begin; number < end; number += stream.again ? 0 : 1) {
       BiasMember member;
@@ -292,34 +259,31 @@ struct BiasGradientWarp {
       if (window.begin(warp_last_row) > tile_key ||
           window.end(warp_row) < tile_key + C::kBlockColumns)
         mask_interleaved(s, window, warp_row + lane / 4, tile_key + lane % 4 * 4);
-      exponentiate(s, statistics, limits);
+      exponentiate(s, statistics);
       add(s, statistics);
     }
     write();
   }
 };
 
-template <class C, class... Last>
+template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     bias_gradient_fp32_kernel(const __grid_constant__ FlashsciBackwardParams p,
                               const __grid_constant__ BackwardFp32Plan plan,
-                              const __grid_constant__ BiasFp32Plan bias, Last... last) {
+                              const __grid_constant__ BiasFp32Plan bias) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
   const uint32_t split = blockIdx.x % bias.splits;
   BiasMember own;
   own.decode(blockIdx.x / bias.splits, bias.own);
-  using Option = Dropping<Last...>;
-  if (Option::kWeighted && bias.own[2] > 1)
-    own.index[2] *= static_cast<uint32_t>(p.heads_q / p.heads_k);
   const uint32_t begin = static_cast<uint64_t>(bias.member_count) * split / bias.splits;
   const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
-  using Warp = BiasGradientWarp<C, Option>;
+  using Warp = BiasGradientWarp<C>;
   typename Warp::KeyStream stream(shared.stream);
   typename Warp::Scores sum;
   clear(sum);
-  Warp(shared, p, plan, bias, own, split, stream, sum, Option(last...)).run(begin, end);
+  Warp(shared, p, plan, bias, own, split, stream, sum).run(begin, end);
 }
 
 // dbias = the sum of the splits, in order.

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "../../core/launch.cuh"
-#include "../weights/logs.cuh"
 #include "bias_mask_kernel.cuh"
 #include "launch.cuh"
 
@@ -14,9 +13,9 @@ namespace flashsci::sm80::fwd {
 // Whether scores may stay in units of 1 / scale, and the bias be divided by it, without overflow.
 inline bool scale_fits(float scale) { return scale > 1e-4f && scale * kLog2e <= 1.f; }
 
-template <class Op, class C, bool kVector, class... Drop>
+template <class Op, class C, bool kVector>
 cudaError_t launch_bias_mask_tiling(const FlashsciForwardParams& p, BiasMaskPlan bias_mask,
-                                    cudaStream_t stream, const Drop&... dropout) {
+                                    cudaStream_t stream) {
   using Storage = BiasMaskStorage<C>;
   constexpr int kOfMembers = C::kMembers * C::kBlockK * (4 * C::kHeadDim + 1);
   constexpr int kOfBias = C::kBlockQ * C::kBlockK * (C::kBias == 2 ? 2 : 4);
@@ -50,13 +49,13 @@ cudaError_t launch_bias_mask_tiling(const FlashsciForwardParams& p, BiasMaskPlan
     bias_mask.bias_factor = kLog2e;
   }
   plan.lse_scale = plan.scores.mode == kScaled ? p.scale : kLn2;
-  return launch<forward_bias_mask_kernel<Op, C, kVector, Drop...>>(
-      blocks, C::kThreads, sizeof(Storage), p.device, stream, p, plan, bias_mask, dropout...);
+  return launch<forward_bias_mask_kernel<Op, C, kVector>>(blocks, C::kThreads, sizeof(Storage),
+                                                          p.device, stream, p, plan, bias_mask);
 }
 
-template <class Op, int kHeadDim, class... Drop>
+template <class Op, int kHeadDim>
 cudaError_t launch_bias_mask_padded(const FlashsciForwardParams& p, const BiasMaskPlan& bias_mask,
-                                    cudaStream_t stream, const Drop&... dropout) {
+                                    cudaStream_t stream) {
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
   // sm_86 and sm_89 have 99 KiB.
@@ -68,10 +67,10 @@ cudaError_t launch_bias_mask_padded(const FlashsciForwardParams& p, const BiasMa
   if (!vector) {
     // Copies without alignment need registers.
     using Unaligned = std::conditional_t<kHeadDim == 128, Tiling<128, 64, 32, 4, 2, 2>, Wide>;
-    return launch_bias_mask_tiling<Op, BiasMaskTiling<Unaligned, 1, 0>, false>(p, bias_mask, stream,
-                                                                               dropout...);
+    return launch_bias_mask_tiling<Op, BiasMaskTiling<Unaligned, 1, 0>, false>(p, bias_mask,
+                                                                               stream);
   }
-  if constexpr (kHeadDim <= 64 && sizeof...(Drop) == 0) {
+  if constexpr (kHeadDim <= 64) {
     const bool plain = bias_mask.bias_copy == 16 &&
                        (p.bias_mask.mask == nullptr || bias_mask.key_mask) && p.window_left < 0 &&
                        p.window_right < 0 && p.softcap == 0.f && scale_fits(p.scale);
@@ -90,11 +89,7 @@ cudaError_t launch_bias_mask_padded(const FlashsciForwardParams& p, const BiasMa
                  : launch_bias_mask_tiling<Op, BiasMaskTiling<Wide, 1, 2>, true>(p, bias_mask,
                                                                                  stream);
   }
-  // The bits of dropout need registers.
-  using Aligned = std::conditional_t<sizeof...(Drop) != 0 && kHeadDim == 128,
-                                     Tiling<128, 64, 32, 4, 2, 2>, Wide>;
-  return launch_bias_mask_tiling<Op, BiasMaskTiling<Aligned, 1, 0>, true>(p, bias_mask, stream,
-                                                                          dropout...);
+  return launch_bias_mask_tiling<Op, BiasMaskTiling<Wide, 1, 0>, true>(p, bias_mask, stream);
 }
 
 // The arguments that do not depend on the tile shape.
@@ -143,39 +138,28 @@ inline BiasMaskPlan bias_mask_plan_of(const FlashsciForwardParams& p) {
 }
 
 // Dense problems with a bias or a mask, any strides.
-template <class Op, class... Drop>
-cudaError_t launch_forward_bias_mask(const FlashsciForwardParams& p, cudaStream_t stream,
-                                     const Drop&... dropout) {
+template <class Op>
+cudaError_t launch_forward_bias_mask(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
   const BiasMaskPlan bias_mask = bias_mask_plan_of(p);
   const int width = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  if (width <= 32) return launch_bias_mask_padded<Op, 32>(p, bias_mask, stream, dropout...);
-  if (width <= 64) return launch_bias_mask_padded<Op, 64>(p, bias_mask, stream, dropout...);
-  if (width <= 96) return launch_bias_mask_padded<Op, 96>(p, bias_mask, stream, dropout...);
-  if (width <= 128) return launch_bias_mask_padded<Op, 128>(p, bias_mask, stream, dropout...);
-  if (width <= 192) return launch_bias_mask_padded<Op, 192>(p, bias_mask, stream, dropout...);
-  if (width <= 256) return launch_bias_mask_padded<Op, 256>(p, bias_mask, stream, dropout...);
+  if (width <= 32) return launch_bias_mask_padded<Op, 32>(p, bias_mask, stream);
+  if (width <= 64) return launch_bias_mask_padded<Op, 64>(p, bias_mask, stream);
+  if (width <= 96) return launch_bias_mask_padded<Op, 96>(p, bias_mask, stream);
+  if (width <= 128) return launch_bias_mask_padded<Op, 128>(p, bias_mask, stream);
+  if (width <= 192) return launch_bias_mask_padded<Op, 192>(p, bias_mask, stream);
+  if (width <= 256) return launch_bias_mask_padded<Op, 256>(p, bias_mask, stream);
   return cudaErrorInvalidValue;
 }
 
 // Any call: the kernels of launch.cuh take slopes of ALiBi without a mask, also of packed calls.
-// With dropout slopes are a bias, and packed calls have none. Key weights are a bias, too.
-template <class Op, class... Drop>
-cudaError_t launch_any_forward(const FlashsciForwardParams& p, cudaStream_t stream,
-                               const Drop&... dropout) {
-  if constexpr (sizeof...(Drop) == 0) {
-    if (p.bias_mask.mask == nullptr && has_slopes(p.bias_mask))
-      return launch_forward<Op, true>(p, stream);
-    if (weights::has_weights(p.bias_mask)) {
-      if (p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
-      FlashsciForwardParams biased = p;
-      const cudaError_t error = weights::take_logs<Op>(biased, p.workspace, stream);
-      return error != cudaSuccess ? error : launch_forward_bias_mask<Op>(biased, stream);
-    }
-  }
+template <class Op>
+cudaError_t launch_any_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
+  if (p.bias_mask.mask == nullptr && has_slopes(p.bias_mask))
+    return launch_forward<Op, true>(p, stream);
   return p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr
-             ? launch_forward_bias_mask<Op>(p, stream, dropout...)
-             : launch_forward<Op>(p, stream, dropout...);
+             ? launch_forward_bias_mask<Op>(p, stream)
+             : launch_forward<Op>(p, stream);
 }
 
 }  // namespace flashsci::sm80::fwd

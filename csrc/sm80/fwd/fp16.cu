@@ -11,7 +11,3 @@ extern "C" int flashsci_forward_sm80_fp16(const FlashsciForwardParams* params,
   return flashsci::sm80::fwd::launch_any_forward<flashsci::Float16>(
       *params, static_cast<cudaStream_t>(stream));
 }
-
-extern "C" int64_t flashsci_forward_sm80_fp16_workspace(const FlashsciForwardParams* params) {
-  return flashsci::sm80::weights::bytes_of_logs(*params);
-}

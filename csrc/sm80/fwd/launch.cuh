@@ -20,9 +20,8 @@ inline ForwardPlan plan_of(const FlashsciForwardParams& p, int64_t tiles, float 
   return plan;
 }
 
-template <class Op, class C, bool kVector, bool kAlibi, class... Drop>
-cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream,
-                          const Drop&... dropout) {
+template <class Op, class C, bool kVector, bool kAlibi>
+cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   static_assert(
       sizeof(SharedStorage<C>) == (C::kBlockQ + 2 * C::kStages * C::kBlockK) * C::kHeadDim * 2,
       "the plan has no padding");
@@ -32,58 +31,46 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream,
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
   // A slope is divided by the scale, unless that is too small.
-  return launch<forward_kernel<Op, C, kVector, kAlibi, Drop...>>(
-      blocks, C::kThreads, sizeof(SharedStorage<C>), p.device, stream, p,
-      plan_of(p, tiles, kAlibi ? 1e-4f : 0.f), dropout...);
+  return launch<forward_kernel<Op, C, kVector, kAlibi>>(blocks, C::kThreads,
+                                                        sizeof(SharedStorage<C>), p.device, stream,
+                                                        p, plan_of(p, tiles, kAlibi ? 1e-4f : 0.f));
 }
 
-// Two stages if two such CTAs fit an SM, and registers allow (D <= 128, neither ALiBi nor dropout);
-// otherwise one.
-template <class Op, class C, bool kAlibi, class... Drop>
-cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream,
-                          const Drop&... dropout) {
-  constexpr bool kNeither = !kAlibi && sizeof...(Drop) == 0;
+// Two stages if two such CTAs fit an SM, and registers allow (D <= 128, no ALiBi); otherwise one.
+template <class Op, class C, bool kAlibi = false>
+cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
-  // The bits of dropout need registers: half the keys.
-  constexpr bool kNarrow = sizeof...(Drop) != 0 && C::kHeadDim != 64 && C::kHeadDim <= 128;
-  using Narrow = Tiling<C::kHeadDim, C::kBlockQ, C::kBlockK / 2, C::kWarps, 1, C::kMinBlocks>;
-  using Aligned = std::conditional_t<kNarrow, typename Narrow::TwoStages, C>;
-  using Short = Tiling<C::kHeadDim, 64, C::kBlockK / 2, C::kWarps, 1, C::kMinBlocks>;
-  using Unaligned =
-      std::conditional_t<kNarrow, std::conditional_t<C::kHeadDim == 128, Short, Narrow>,
-                         typename C::Unaligned>;
-  if (!vector) return launch_tiling<Op, Unaligned, false, kAlibi>(p, stream, dropout...);
-  if constexpr (C::kHeadDim <= 128 && kNeither) {
+  if (!vector) return launch_tiling<Op, typename C::Unaligned, false, kAlibi>(p, stream);
+  if constexpr (C::kHeadDim <= 128 && !kAlibi) {
     using Small = SmallTiles<C::kHeadDim>;
     const int longest = p.cu_seqlens_q != nullptr ? p.max_seqlen_q : p.seq_q;
     if (longest >= 0 && longest <= Small::kBlockQ)
       return launch_tiling<Op, Small, true, false>(p, stream);
   }
   using TwoStages = typename C::TwoStages;
-  if constexpr (C::kHeadDim <= 128 && kNeither &&
+  if constexpr (C::kHeadDim <= 128 && !kAlibi &&
                 sizeof(SharedStorage<TwoStages>) <= kSharedBudget) {
     constexpr int kReserved = 1024;  // per CTA, by the system
     if (C::kMinBlocks * (sizeof(SharedStorage<TwoStages>) + kReserved) <=
         static_cast<size_t>(p.shared_per_sm))
       return launch_tiling<Op, TwoStages, true, false>(p, stream);
   }
-  return launch_tiling<Op, Aligned, true, kAlibi>(p, stream, dropout...);
+  return launch_tiling<Op, C, true, kAlibi>(p, stream);
 }
 
 // Picks the smallest padded head dimension that holds D and Dv. kAlibi: the bias is slopes.
-template <class Op, bool kAlibi = false, class... Drop>
-cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream,
-                           const Drop&... dropout) {
+template <class Op, bool kAlibi = false>
+cudaError_t launch_forward(const FlashsciForwardParams& p, cudaStream_t stream) {
   if ((p.bias_mask.bias != nullptr) != kAlibi || p.bias_mask.mask != nullptr)
     return cudaErrorNotSupported;
   const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  if (dim <= 32) return launch_padded<Op, Tiles<32>, kAlibi>(p, stream, dropout...);
-  if (dim <= 64) return launch_padded<Op, Tiles<64>, kAlibi>(p, stream, dropout...);
-  if (dim <= 96) return launch_padded<Op, Tiles<96>, kAlibi>(p, stream, dropout...);
-  if (dim <= 128) return launch_padded<Op, Tiles<128>, kAlibi>(p, stream, dropout...);
-  if (dim <= 192) return launch_padded<Op, Tiles<192>, kAlibi>(p, stream, dropout...);
-  if (dim <= 256) return launch_padded<Op, Tiles<256>, kAlibi>(p, stream, dropout...);
+  if (dim <= 32) return launch_padded<Op, Tiles<32>, kAlibi>(p, stream);
+  if (dim <= 64) return launch_padded<Op, Tiles<64>, kAlibi>(p, stream);
+  if (dim <= 96) return launch_padded<Op, Tiles<96>, kAlibi>(p, stream);
+  if (dim <= 128) return launch_padded<Op, Tiles<128>, kAlibi>(p, stream);
+  if (dim <= 192) return launch_padded<Op, Tiles<192>, kAlibi>(p, stream);
+  if (dim <= 256) return launch_padded<Op, Tiles<256>, kAlibi>(p, stream);
   return cudaErrorInvalidValue;
 }
 

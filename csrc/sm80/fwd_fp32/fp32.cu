@@ -1,5 +1,4 @@
 // fp32 instances of the sm80 forward, head dimensions up to 256.
-#include "../weights/logs.cuh"
 #include "launch.cuh"
 
 namespace flashsci::sm80::fwd_fp32 {
@@ -37,18 +36,5 @@ cudaError_t launch_forward_fp32(const FlashsciForwardParams& p, cudaStream_t str
 
 extern "C" int flashsci_forward_sm80_fp32(const FlashsciForwardParams* params,
                                           FlashsciStream stream) {
-  namespace weights = flashsci::sm80::weights;
-  FlashsciForwardParams p = *params;
-  const auto on = static_cast<cudaStream_t>(stream);
-  if (weights::has_weights(p.bias_mask)) {
-    if (p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
-    const cudaError_t error =
-        weights::take_logs<flashsci::sm80::fwd_fp32::ForwardFp32Plan>(p, p.workspace, on);
-    if (error != cudaSuccess) return error;
-  }
-  return flashsci::sm80::fwd_fp32::launch_forward_fp32(p, on);
-}
-
-extern "C" int64_t flashsci_forward_sm80_fp32_workspace(const FlashsciForwardParams* params) {
-  return flashsci::sm80::weights::bytes_of_logs(*params);
+  return flashsci::sm80::fwd_fp32::launch_forward_fp32(*params, static_cast<cudaStream_t>(stream));
 }

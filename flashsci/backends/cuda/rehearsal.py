@@ -58,9 +58,8 @@ def forward_kernels(tensors: Tensors, scalars: Scalars, device: DescribedDevice,
     inputs = layouts.inputs(tensors)
     weighted = tensors.key_weight is not None
     return _asked(
-        "cuda_forward_kernels", *inputs, *options, generation, weighted, *device,
-        *layouts.last_options(tensors, scalars.dropout_p),
-    )  # fmt: skip
+        "cuda_forward_kernels", *inputs, *options, generation, weighted, *device, *layouts.with_slopes(tensors)
+    )
 
 
 def backward_kernels(
@@ -76,8 +75,7 @@ def backward_kernels(
     weighted = tensors.key_weight is not None
     return _asked(
         "cuda_backward_kernels", dout, dlse, *layouts.inputs(tensors), saved.out, saved.lse, *layouts.options(scalars), scalars.deterministic,
-        generation, layouts.bias_or_weights_needed(need), weighted, *device,
-        *layouts.last_options(tensors, scalars.dropout_p),
+        generation, layouts.bias_or_weights_needed(need), weighted, *device, *layouts.with_slopes(tensors),
     )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 #include "emulation.h"
 
 // After what takes the place of csrc/ptx.
+#include "sm80/bwd/launch.cuh"
 #include "sm80/fwd/bias_mask_launch.cuh"
-#include "sm80/weights/backward.cuh"
 
 extern "C" {
 int emulate_forward(const FlashsciForwardParams* params, int bf16, int processors, unsigned seed,
@@ -16,13 +16,10 @@ int emulate_forward(const FlashsciForwardParams* params, int bf16, int processor
 int emulate_backward(const FlashsciBackwardParams* params, int bf16, int processors, unsigned seed,
                      char* text, int size) {
   return emulation::run(bf16 != 0, processors, seed, text, size, [&](auto op) {
-    return flashsci::sm80::weights::launch_any_backward<decltype(op)>(*params, nullptr);
+    return flashsci::sm80::bwd::launch_backward<decltype(op)>(*params, nullptr);
   });
 }
-int64_t forward_workspace(const FlashsciForwardParams* params) {
-  return flashsci::sm80::weights::bytes_of_logs(*params);
-}
 int64_t workspace(const FlashsciBackwardParams* params) {
-  return flashsci::sm80::weights::any_workspace(*params);
+  return flashsci::sm80::bwd::backward_workspace(*params);
 }
 }

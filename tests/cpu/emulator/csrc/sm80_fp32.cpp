@@ -17,9 +17,6 @@ int emulate_backward(const FlashsciBackwardParams* params, int, int processors, 
   return emulation::run(false, processors, seed, text, size,
                         [&](auto) { return flashsci_backward_sm80_fp32(params, nullptr); });
 }
-int64_t forward_workspace(const FlashsciForwardParams* params) {
-  return flashsci_forward_sm80_fp32_workspace(params);
-}
 int64_t workspace(const FlashsciBackwardParams* params) {
   return flashsci_backward_sm80_fp32_workspace(params);
 }
