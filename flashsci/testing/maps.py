@@ -6,6 +6,9 @@ the formula of S - L on absolute values,
     log P'             lies between log P - e and log P + e, at most 0
     the largest score  lies between the largest S - e and the largest S + e
 
+Tensor cores add products of subnormal numbers of float16 as if those were the smallest normal one, so that the largest
+score may be off by as much as sums of that size.
+
 An entropy and a sum of P may differ by the sum of these over their row or column, and by 16 roundings of the sum itself.
 """
 
@@ -85,8 +88,13 @@ def _within(found: Tensor, exact: Tensor, allowed: Tensor) -> tuple[float, float
     return error[worst].nan_to_num(torch.inf).item(), allowed[worst].item()
 
 
-def _expected(block: Block, s: Scores, lse: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """(exact result, its limit) of each reduction of a block."""
+def _at_least(least: float, x: Tensor) -> Tensor:
+    """The absolute values of numbers, of those that are not 0 at least ``least``."""
+    return torch.where(x == 0, 0.0, x.abs().clamp(min=least))
+
+
+def _expected(block: Block, s: Scores, lse: Tensor, least: float) -> dict[str, tuple[Tensor, Tensor]]:
+    """(exact result, its limit) of each reduction of a block. ``least``: the smallest normal number of q's dtype."""
     zero = s.raw.new_zeros(())
     lse = block.slot("lse", lse).double().unsqueeze(-1)
     seen = s.visible & (s.w > 0) & (lse > -torch.inf)
@@ -103,7 +111,9 @@ def _expected(block: Block, s: Scores, lse: Tensor) -> dict[str, tuple[Tensor, T
     moved, bits = (torch.where(seen, x + _LOST, zero) for x in (moved, bits))
     entropy, key_sum = (-p * exponent).sum(-1), p.sum(-2)
     rounded = ROUNDINGS * _UNIT
-    spread = FLOOR_ROUNDINGS * _UNIT * (s.residual_abs() + s.alibi.abs()) + lost
+    q, k = _at_least(least, block.q), Heads(block).per_query(_at_least(least, block.k))
+    aligned = abs(block.scale) * (q @ k.mT) - s.raw_abs  # beyond the products themselves
+    spread = FLOOR_ROUNDINGS * _UNIT * (s.residual_abs() + s.alibi.abs() + aligned.clamp(min=0)) + lost
     moves = (zero, spread, -spread)
     largest, high, low = (torch.where(s.attended, s.scores + x, -torch.inf) for x in moves)
     if largest.shape[-1]:
@@ -122,7 +132,8 @@ class MapJudge:
 
     def __init__(self, inputs: MapInputs) -> None:
         self.inputs = inputs
-        self.expected = [(block, _expected(block, s, inputs.lse)) for block, s in inputs.scores()]
+        least = torch.finfo(inputs.given.q.dtype).tiny
+        self.expected = [(block, _expected(block, s, inputs.lse, least)) for block, s in inputs.scores()]
 
     def findings(self, results: dict[str, Tensor]) -> list[Finding]:
         """One finding for each reduction; its ratios are those of the worst element."""

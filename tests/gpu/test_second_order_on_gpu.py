@@ -23,7 +23,8 @@ pytestmark = pytest.mark.gpu
 
 
 def cases(dtype):
-    pool = [v for v in second_order_variants() if v.dtype == dtype][:6]
+    every = (v for v in second_order_variants() if v.dtype == dtype)
+    pool = [v for v in every if not (v.sink and v.key_weight_grad)][:6]  # no fused kernel has both
     return list(generate(13, 12, pool, score_limit=1 << 17))
 
 

@@ -40,7 +40,8 @@ def written(
     if bias is not None:
         s = s + bias
     if slopes is not None:
-        away = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - shift
+        keys, rows = (torch.arange(x.shape[2], device=q.device) for x in (k, q))
+        away = keys - rows[:, None] - shift
         s = s - slopes[:, None, None] * away.abs()
     if softcap and softcap_at == "biased":
         s = (softcap * torch.tanh(s / softcap)).masked_fill(s == -torch.inf, -torch.inf)

@@ -174,9 +174,15 @@ def laplacian_kernel(
     heads = (sizes.batch * sizes.heads).to(tl.int64)
     rows, keys = heads * sizes.rows, heads // sizes.group * sizes.keys  # of one direction
     at_q, at_k, at_v = head * sizes.rows * dim, key_head * sizes.keys * dim, key_head * sizes.keys * dim_v
-    q, dq, lq = q + at_q, moved(dq, at_q), moved(lq, at_q)
-    k, dk, lk = k + at_k, moved(dk, at_k), moved(lk, at_k)
-    v, dv, lv = v + at_v, moved(dv, at_v), moved(lv, at_v)
+    q += at_q
+    k += at_k
+    v += at_v
+    dq = moved(dq, at_q)
+    dk = moved(dk, at_k)
+    dv = moved(dv, at_v)
+    lq = moved(lq, at_q)
+    lk = moved(lk, at_k)
+    lv = moved(lv, at_v)
     begin = part * sizes.step
     end = tl.minimum(begin + sizes.step, sizes.directions)
     of_row = tl.load(lse + head * sizes.rows + i, mask=i < sizes.rows, other=float("-inf"))

@@ -110,5 +110,5 @@ def list_kernel(kinds, table, sizes, BLOCK: tl.constexpr):
         tl.store(table + line * count + n, line * count + n, mask=n < count)
         end = lines * count
         rest = sizes.length - sizes.words - (5 * end + lines + count)  # up to the bits, which begin at a multiple
-        n = tl.arange(0, BITS)
-        tl.store(table + end + n, n * 0, mask=(n < rest) & (line == 0))
+        gap = tl.arange(0, BITS)
+        tl.store(table + end + gap, gap * 0, mask=(gap < rest) & (line == 0))

@@ -30,16 +30,26 @@ def moved_scores(
     products, q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, mean, span, mod, F: tl.constexpr,
     TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """T - m and T' of a tile; None without a tangent of scores and of key weights (mean: None)."""
+    """T - m of a tile; None without a tangent of scores and of key weights (mean: None)."""
     if tq_rows is not None or tk_rows is not None or tbias is not None:
-        t, raw = tangent_scores(
+        t, _raw = tangent_scores(
             products, q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, span, mod, F, TBIAS, TBIAS_VECTOR, PRECISION, False
         )  # fmt: skip
-        return t - mean[:, None], raw
+        return t - mean[:, None]
     elif mean is not None:
-        return tl.zeros_like(products) - mean[:, None], tl.zeros_like(products)
-    else:
-        return None, None
+        return tl.zeros_like(products) - mean[:, None]
+
+
+@triton.jit
+def moved_products(
+    products, q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, span, mod, F: tl.constexpr,
+    TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """T' of a tile with a tangent of scores. The compiler merges its products with those of :func:`moved_scores`."""
+    _t, raw = tangent_scores(
+        products, q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, span, mod, F, TBIAS, TBIAS_VECTOR, PRECISION, False
+    )  # fmt: skip
+    return raw
 
 
 @triton.jit
@@ -143,11 +153,11 @@ def second_jvp_kernel(
                 keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
                 ak_rows = load_from(ak_head, first_strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
                 bk_rows = load_from(bk_head, second_strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
-                a, a_raw = moved_scores(
+                a = moved_scores(
                     products, q_rows, k_rows, aq_rows, ak_rows, slope, i, j, a_bias, a_mean, span, mod, F,
                     TBIAS[0], TBIAS_VECTOR[0], PRECISION,
                 )  # fmt: skip
-                b, b_raw = moved_scores(
+                b = moved_scores(
                     products, q_rows, k_rows, bq_rows, bk_rows, slope, i, j, b_bias, b_mean, span, mod, F,
                     TBIAS[1], TBIAS_VECTOR[1], PRECISION,
                 )  # fmt: skip
@@ -169,6 +179,14 @@ def second_jvp_kernel(
                             rate, slope, i, j, ab_bias, span, mod, F, TBIAS[2], TBIAS_VECTOR[2], False
                         )
                     if BENT:
+                        a_raw = moved_products(
+                            products, q_rows, k_rows, aq_rows, ak_rows, slope, i, j, a_bias, span, mod, F,
+                            TBIAS[0], TBIAS_VECTOR[0], PRECISION,
+                        )  # fmt: skip
+                        b_raw = moved_products(
+                            products, q_rows, k_rows, bq_rows, bk_rows, slope, i, j, b_bias, span, mod, F,
+                            TBIAS[1], TBIAS_VECTOR[1], PRECISION,
+                        )  # fmt: skip
                         rate += softcap_bend(products, s, slope, mod, F) * a_raw * b_raw
                     if A and B:
                         rate += a * b
