@@ -718,50 +718,40 @@ def _across() -> Iterator[Right]:
         yield Right(f"{op}_backward", "one rank", lambda device, op=op: across(f"{op}_backward", device), across_backward_of, refresh=across_results)  # fmt: skip
 
 
-# The feature that takes the place of the bias, by the label of a call.
-IN_PLACE = {"weights": "key_weight", "slopes": "alibi_slopes", "packed slopes": "alibi_slopes"}
-CUDA_LABELS = ("dense", "packed", *IN_PLACE, "dropout", "packed dropout")
+CUDA_LABELS = ("dense", "packed", "slopes", "packed slopes")
 
 
 def _cuda_values(op: str, label: str, device: str) -> Arguments:
-    """Of the ops of the compiled library: 16 bits, and options that they all have."""
-    r, own = Draw(device, HALF), IN_PLACE.get(label)
+    """Of the ops of the compiled library: 16 bits, options that they all have, slopes in the place of the bias."""
+    r, sloped = Draw(device, HALF), "slopes" in label
     given = packed(device) if "packed" in label else dense(device)
-    if label == "packed slopes":
-        given["alibi_slopes"] = r(2, 4, dtype=torch.float32).abs() / 4
-    given |= {n: None for n in ("key_weight", "alibi_slopes", "bias_offsets") if n != own}
-    if own is not None or "packed" in label:
+    slopes = (
+        r(*(2, 4) if "packed" in label else given["alibi_slopes"].shape, dtype=torch.float32).abs() / 4
+        if sloped
+        else None
+    )
+    given |= {"key_weight": None, "alibi_slopes": slopes, "bias_offsets": None}
+    if label != "dense":
         given["bias"] = None
-    if "dropout" in label:
-        given |= {"dropout_seed": r.ints(3, 4, dtype=torch.int64), "dropout_p": 0.5}
-    singles = (n for n, x in given.items() if n != own and isinstance(x, Tensor) and x.dtype == torch.float32)
+    singles = (
+        n for n, x in given.items() if n != "alibi_slopes" and isinstance(x, Tensor) and x.dtype == torch.float32
+    )
     given |= {n: given[n].half() for n in list(singles)}
     with_results(given)
     given |= {"dout": r(*given["out"].shape), "dlse": r(*given["lse"].shape, dtype=torch.float32)}
-    if own is not None:
-        given["bias"] = given[own].unsqueeze(-2) if own == "key_weight" else given[own][..., None, None]
-    learnt = own != "alibi_slopes"
+    if sloped:
+        given["bias"] = slopes[..., None, None]
     for n in ("q", "k", "v", "bias"):
-        given[f"d{n}"] = None if given[n] is None or (n == "bias" and not learnt) else torch.empty_like(given[n])
-    given |= {"tf32": False, "generation": 0, "weighted": own == "key_weight", "slopes": not learnt}
-    return in_order(op, given | {"need": 15 if learnt else 7})
+        given[f"d{n}"] = None if given[n] is None or (n == "bias" and sloped) else torch.empty_like(given[n])
+    given |= {"tf32": False, "generation": 0, "weighted": False, "slopes": sloped}
+    return in_order(op, given | {"need": 7 if sloped else 15})
 
 
 def _cuda_problem(given: Arguments) -> Arguments:
     """The arguments of :data:`RAW` that those of an op of the library mean."""
     found = dict.fromkeys(RAW) | OPTIONS | given
-    if given["weighted"]:
-        found |= {"key_weight": _one(given["bias"], -2), "bias": None}
-        if "need" in given:
-            found["need"] = given["need"] & 7 | (given["need"] & 8) << 1
     if given["slopes"]:
-        found |= {"alibi_slopes": _one(_one(given["bias"], -1), -1), "bias": None}
-    return found
-
-
-def _one(x: Tensor, dim: int) -> Tensor:
-    """A tensor without a dim, which must have one entry."""
-    (found,) = x.unbind(dim)
+        found |= {"alibi_slopes": given["bias"].squeeze(-1).squeeze(-1), "bias": None}
     return found
 
 
@@ -782,23 +772,15 @@ def _cuda_pages(device: str, cache: torch.dtype) -> Arguments:
     return in_order("cuda_paged_attention", given)
 
 
-def _cuda_forward_of(given: Arguments, dtype: torch.dtype) -> Results:
-    return forward_of(_cuda_problem(given), dtype)
-
-
-def _cuda_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
-    """dq, dk, dv, and dbias or the gradient of what is in its place."""
-    *rows, dbias, dweights = backward_of(_cuda_problem(given), dtype)
-    return *rows, dbias if dweights is None else dweights.unsqueeze(-2)
+def _cuda_truth(truth: Callable[..., Results], count: int) -> Callable[..., Results]:
+    return lambda given, dtype: truth(_cuda_problem(given), dtype)[:count]
 
 
 def _cuda() -> Iterator[Right]:
-    truths = {"cuda_forward": _cuda_forward_of, "cuda_backward": _cuda_backward_of}
+    truths = {"cuda_forward": _cuda_truth(forward_of, 2), "cuda_backward": _cuda_truth(backward_of, 4)}
     for label in CUDA_LABELS:
         for what in ("forward", "backward"):
             for op in (f"cuda_{what}", f"cuda_prepared_{what}"):
-                if "dropout" in label and "prepared" in op:
-                    continue  # prepared launches have none
                 loose = LENGTHS if "packed" in label else frozenset()
                 values = lambda device, op=op, label=label: _cuda_values(op, label, device)  # noqa: E731
                 yield Right(op, label, values, truths.get(op), unit=FINE, loose=loose, refresh=_cuda_refresh)

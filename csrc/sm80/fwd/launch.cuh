@@ -41,7 +41,12 @@ template <class Op, class C, bool kAlibi = false>
 cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
   const bool vector =
       p.copy_bytes >= 16 && p.head_dim % kChunkElements == 0 && p.head_dim_v % kChunkElements == 0;
-  if (!vector) return launch_tiling<Op, typename C::Unaligned, false, kAlibi>(p, stream);
+  // Distances need registers: half the keys.
+  constexpr bool kFar = kAlibi && (C::kHeadDim == 64 || C::kHeadDim == 128);
+  using Narrow = Tiling<C::kHeadDim, C::kBlockQ, C::kBlockK / 2, C::kWarps, 1, C::kMinBlocks>;
+  using Aligned = std::conditional_t<kFar, Narrow, C>;
+  using Unaligned = std::conditional_t<kFar, Narrow, typename C::Unaligned>;
+  if (!vector) return launch_tiling<Op, Unaligned, false, kAlibi>(p, stream);
   if constexpr (C::kHeadDim <= 128 && !kAlibi) {
     using Small = SmallTiles<C::kHeadDim>;
     const int longest = p.cu_seqlens_q != nullptr ? p.max_seqlen_q : p.seq_q;

@@ -8,7 +8,6 @@ import pytest
 
 from tests.cpu.emulator import (
     test_decode_kernel,
-    test_dropout_kernel,
     test_forward_kernel,
     test_fp8_kernel,
     test_paged_kernel,
@@ -16,7 +15,6 @@ from tests.cpu.emulator import (
     test_small_kernel,
     test_triangle_backward_kernel,
     test_triangle_forward_kernel,
-    test_weights_kernel,
 )
 
 SM90 = Path(__file__).resolve().parents[3] / "csrc" / "sm90"
@@ -30,8 +28,6 @@ CHANGES = [
     *test_triangle_backward_kernel.FAULTS.values(),
     *test_triangle_forward_kernel.FAULTS.values(),
     *test_sm80_kernel.FAULTS.values(),
-    *test_dropout_kernel.FAULTS.values(),
-    *test_weights_kernel.FAULTS.values(),
     *((f"../sm80/small/{file}", old, new) for file, old, new in test_small_kernel.FAULTS.values()),
     *((test_paged_kernel.file_of(f[0], generation), *f[1:]) for generation, f in PAGED),
 ]
