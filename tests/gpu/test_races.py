@@ -169,9 +169,7 @@ class Kernels:
         slopes = inputs.alibi_slopes
         if slopes is not None:
             self.bias = slopes[None, :, None, None]
-        # Behind `weighted`: whether there are slopes, then the arguments of dropout.
-        p = inputs.options.get("dropout_p", 0.0)
-        self.last = (self.weighted, slopes is not None, *((inputs.dropout_seed, p) if p else ()))
+        self.last = self.weighted, slopes is not None
 
     def _swap(self, x: Tensor) -> Tensor:
         """Packed: [T, H, D] as [H, T, D], which the ops take, and back."""

@@ -61,7 +61,7 @@ cudaError_t launch_padded(const FlashsciForwardParams& p, cudaStream_t stream) {
         static_cast<size_t>(p.shared_per_sm))
       return launch_tiling<Op, TwoStages, true, false>(p, stream);
   }
-  return launch_tiling<Op, C, true, kAlibi>(p, stream);
+  return launch_tiling<Op, Aligned, true, kAlibi>(p, stream);
 }
 
 // Picks the smallest padded head dimension that holds D and Dv. kAlibi: the bias is slopes.
