@@ -185,7 +185,7 @@ class Kernels:
         return functools.partial(
             torch.ops.flashsci.cuda_forward.default,
             self.q, self.k, self.v, self.bias, x.mask, *self.offsets,
-            *self.scalars, False, int(self.call.generation[2:]), self.weighted,
+            *self.scalars, False, int(self.call.generation[2:]), *self.last,
         )  # fmt: skip
 
     def forward(self) -> dict[str, Tensor]:
@@ -207,7 +207,7 @@ class Kernels:
             call = functools.partial(
                 torch.ops.flashsci.cuda_backward.default,
                 self.dout, None, self.q, self.k, self.v, self.bias, x.mask, *self.offsets,
-                out, lse, *self.scalars, False, deterministic, int(self.call.generation[2:]), need, self.weighted,
+                out, lse, *self.scalars, False, deterministic, int(self.call.generation[2:]), need, *self.last,
             )  # fmt: skip
         bits = (ops.NEED_Q, ops.NEED_K, ops.NEED_V, ops.NEED_BIAS)
         last = "dkey_weight" if self.weighted else "dbias"
