@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 import zlib
+from typing import Any
 
 import pytest
 import torch
@@ -52,14 +53,33 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("flashsci-seeded")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """tests/cpu interprets Triton on the CPU, which a process that sees a GPU does not."""
+    """Applies the marker ``every``; and leaves out tests/cpu where a GPU is in sight: a process that sees one does not
+    interpret Triton on the CPU."""
+    _mark_slow(items)
     if not torch.cuda.is_available():
         return
     reason = "a GPU is in sight: run tests/cpu with CUDA_VISIBLE_DEVICES= (`make test` does)"
     for item in items:
         if "tests/cpu" in item.path.as_posix():
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _mark_slow(items: list[pytest.Item]) -> None:
+    """Mark as slow all but one in n cases of each function with the marker ``every(n)``: the same cases in every run,
+    and at least one of each function."""
+    cases: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("every") is not None:
+            cases.setdefault(getattr(item, "function", item), []).append(item)
+    for of_function in cases.values():
+        drawn = sorted(of_function, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        marker = drawn[0].get_closest_marker("every")
+        assert marker is not None
+        (n,) = marker.args
+        for item in drawn[-(-len(drawn) // n) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

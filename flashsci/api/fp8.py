@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from flashsci.call import arguments, transforms
-from flashsci.call.fp8_ops import FP8, FP8Scalars, FP8Tensors, rows_per_scale
+from flashsci.call.fp8_ops import FP8, FP8Attention, FP8Scalars, FP8Tensors, rows_per_scale
 from flashsci.call.kinds import SCALE, Scales
+from flashsci.call.ops import bypasses_dispatcher
+from flashsci.call.plans import Call, Run, absent, present, remember, repeated
 from flashsci.call.problem import facts
 from flashsci.call.torch_state import count_flops, hides_sizes
 from flashsci.choice import backends, tuning
@@ -38,18 +40,53 @@ class FP8Options(NamedTuple):
 
 def dense(q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments.Options, backend: str) -> Any:
     """`flashsci.attention` of 8-bit floats: out, or with return_lse (out, lse)."""
-    call = describe(q, k, v, given, options)
-    if not torch.compiler.is_compiling() and tuning.active:
-        tuning.consider(call, backend, (q, k, v, *given[:3]), functools.partial(_dense_again, given, options))
-    choice = decide(backends.FP8, call, backend)
-    count_flops()
-    leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-    q, k, v, scales = as_kernels_take_them(q, k, v, given[:3], leading)
-    out, lse = _run(choice.forward, q, k, v, scales, None, None, options, None, None, given.out_dtype)
+    tensors = (q, k, v, *given[:3])
+    run, call = _repeated("dense 8-bit", tensors, given, options, (), backend)
+    if run is None:
+        described = describe(q, k, v, given, options)
+        if not torch.compiler.is_compiling() and tuning.active:
+            tuning.consider(described, backend, tensors, functools.partial(_dense_again, given, options))
+        choice = decide(backends.FP8, described, backend)
+        count_flops()
+        leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+        scalars = scalars_of(q, options, None, None, given.out_dtype)
+        op = backends.LOADED[backends.FP8][choice.forward]
+        run = functools.partial(_dense, op, leading, scalars)
+        if call is not None and bypasses_dispatcher(call[1]):
+            remember(call, functools.partial(_dense, op.plain, leading, scalars))
+    out, lse = run(tensors)
+    return (out, lse) if options.return_lse else out
+
+
+def _dense(
+    attend: FP8Attention, leading: torch.Size, scalars: FP8Scalars, given: Sequence[Any]
+) -> tuple[Tensor, Tensor]:
+    """out and lse of q, k, v and their scales."""
+    q, k, v, *scales_given = given
+    q, k, v, scales = as_kernels_take_them(q, k, v, tuple(scales_given), leading)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q_scale, k_scale, v_scale = scales
+    out, lse = attend(FP8Tensors(q, k, v, q_scale, k_scale, v_scale, None, None), scalars)
     if len(leading) > 2:
         out = out.unflatten(0, leading[:-1])
-        lse = lse.unflatten(0, leading[:-1]) if options.return_lse else lse
-    return (out, lse) if options.return_lse else out
+        lse = lse.unflatten(0, leading[:-1]) if scalars.return_lse else lse
+    return out, lse
+
+
+def _repeated(
+    entry: str,
+    tensors: tuple[Tensor | None, ...],
+    given: FP8Options,
+    options: arguments.Options,
+    others: tuple[Any, ...],
+    backend: str,
+) -> tuple[Run | None, Call | None]:
+    """:func:`flashsci.call.plans.repeated`, for calls without features that no kernel on 8-bit floats has."""
+    if tuning.active or not all(map(absent, given[4:])):
+        return None, None
+    seen = tuple(filter(present, tensors))
+    kind = (entry, *map(absent, tensors))
+    return repeated(kind, seen, (*options, given.out_dtype, *others), None, backend)
 
 
 def _rescaled(given: FP8Options, scales: Sequence[Any]) -> FP8Options:
@@ -88,19 +125,36 @@ def packed(
     backend: str,
 ) -> Any:
     """`flashsci.varlen_attention` of 8-bit floats: out, or with return_lse (out, lse)."""
-    call = describe(q, k, v, given, options, cu_seqlens)
+    second = None if cu_seqlens[1] is cu_seqlens[0] else cu_seqlens[1]
+    tensors = (q, k, v, *given[:3], cu_seqlens[0], second)
+    run, call = _repeated("packed 8-bit", tensors, given, options, (*longest, validate), backend)
+    described = describe(q, k, v, given, options, cu_seqlens) if run is None else ()
     if arguments.contents_are_seen(cu_seqlens[0], validate):
         arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens[0], q.shape[0], longest[0])
         arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens[1], k.shape[0], longest[1])
-    if not torch.compiler.is_compiling() and tuning.active:
-        every = (q, k, v, *cu_seqlens, *given[:3])
-        tuning.consider(call, backend, every, functools.partial(_packed_again, longest, given, options))
-    choice = decide(backends.FP8, call, backend)
-    count_flops()
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    out, lse = _run(choice.forward, q, k, v, given[:3], *cu_seqlens, options, *longest, given.out_dtype)
-    out = out.transpose(0, 1)
+    if run is None:
+        if not torch.compiler.is_compiling() and tuning.active:
+            every = (q, k, v, *cu_seqlens, *given[:3])
+            tuning.consider(described, backend, every, functools.partial(_packed_again, longest, given, options))
+        choice = decide(backends.FP8, described, backend)
+        count_flops()
+        scalars = scalars_of(q, options, *longest, given.out_dtype)
+        op = backends.LOADED[backends.FP8][choice.forward]
+        run = functools.partial(_packed, op, scalars)
+        if call is not None and bypasses_dispatcher(call[1]):
+            remember(call, functools.partial(_packed, op.plain, scalars))
+    out, lse = run(tensors)
     return (out, lse) if options.return_lse else out
+
+
+def _packed(attend: FP8Attention, scalars: FP8Scalars, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """out and lse of packed q, k, v, their scales and offsets; no second offsets: those of the queries."""
+    q, k, v, q_scale, k_scale, v_scale, first, second = given
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (x.transpose(0, 1) for x in (q, k, v)))
+    first = first.contiguous()
+    second = first if second is None else second.contiguous()
+    out, lse = attend(FP8Tensors(q, k, v, q_scale, k_scale, v_scale, first, second), scalars)
+    return out.transpose(0, 1), lse
 
 
 def _packed_again(
@@ -232,26 +286,6 @@ def _expanded(x: Tensor, scale: Tensor | None, leading: torch.Size) -> tuple[Ten
         blocks = scale.shape[x.dim() - 2 :]
         scale = scale.reshape(*x.shape[:-3], heads[0], *blocks).expand(*leading, heads[0], *blocks)
     return x.reshape(*x.shape[:-3], *heads).expand(*leading, *heads), scale
-
-
-def _run(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: tuple[Tensor | None, ...],
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    options: arguments.Options,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a backend, for tensors in the form of FP8Tensors."""
-    scalars = scalars_of(q, options, max_seqlen_q, max_seqlen_k, out_dtype)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    offsets = (None if x is None else x.contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
-    return backends.LOADED[backends.FP8][name](FP8Tensors(q, k, v, *scales, *offsets), scalars)
 
 
 def scalars_of(

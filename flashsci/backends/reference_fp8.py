@@ -6,6 +6,8 @@ not the result of a kernel.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,17 @@ from flashsci.backends import reference
 from flashsci.backends.host_reads import check_readable
 from flashsci.call import fp8_checks
 from flashsci.call.fp8_ops import WHOLE, FP8Scalars, FP8Tensors, define, rows_per_scale
-from flashsci.call.op_checks import need
+from flashsci.call.op_checks import kinds, need, remember
 from flashsci.call.ops import Scalars, Tensors, follow_layout
+
+_checked: dict[Any, bool] = {}  # kinds of calls whose arguments fit
 
 
 def _attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
-    fp8_checks.attention(tensors, scalars)
+    kind = kinds(*tensors), scalars
+    if kind not in _checked:
+        fp8_checks.attention(tensors, scalars)
+        remember(_checked, kind, True)
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     for name, x, of in zip(("cu_seqlens_q", "cu_seqlens_k"), edges, tensors[:2], strict=True):
         if x is not None:

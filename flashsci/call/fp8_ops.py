@@ -76,8 +76,21 @@ def empty_results(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Ten
     return out, q.new_empty(q.shape[:-1] if scalars.return_lse else (0,), dtype=torch.float32)
 
 
-def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Attention:
-    """Define a backend's op for the given dispatch keys; returns the function that calls it."""
+class Op:
+    """A backend's op as its callers have it: ``plain`` computes ordinary tensors, without torch's dispatcher."""
+
+    def __init__(self, plain: FP8Attention, dispatched: Callable[..., Any]) -> None:
+        self.plain, self.dispatched = plain, dispatched
+
+    def __call__(self, tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
+        if bypasses_dispatcher(tensors):
+            return self.plain(tensors, scalars)
+        found: tuple[Tensor, Tensor] = self.dispatched(*tensors, *scalars)
+        return found
+
+
+def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> Op:
+    """Define a backend's op for the given dispatch keys."""
 
     def grouped(*given: Any) -> tuple[FP8Tensors, FP8Scalars]:
         return FP8Tensors(*given[:_T]), FP8Scalars(*given[_T:])
@@ -89,14 +102,7 @@ def define(backend: str, attention: FP8Attention, keys: Sequence[str]) -> FP8Att
         keys,
         lambda *given: empty_results(*grouped(*given)),
     )
-
-    def direct(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = (
-            attention(tensors, scalars) if bypasses_dispatcher(tensors) else run(*tensors, *scalars)
-        )
-        return found
-
-    return direct
+    return Op(attention, run)
 
 
 def rows_per_scale(scale: Tensor | None, x: Tensor, sequences: int) -> int | None:

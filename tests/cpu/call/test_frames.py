@@ -33,6 +33,16 @@ def test_a_repeated_call_is_short(form, gradients):
     assert len(counted[1]) <= (WITH_GRADIENTS if gradients else MOST), counted[1]
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_repeated_call_on_8_bit_floats_is_short(scaled):
+    q, k, v = (flashsci.quantize(torch.randn(1, 2, 16, 32), "head") for _ in range(3))
+    scales = {f"{n}_scale": x.scale for n, x in zip("qkv", (q, k, v), strict=True)} if scaled else {}
+    call = partial(flashsci.attention, q.values, k.values, v.values, backend="triton", **scales)
+    call()
+    counted = [frames(call, launches()) for _ in range(2)]
+    assert len(counted[1]) <= 30, counted[1]
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_repeated_call_is_as_short_when_it_was_tuned(inside, monkeypatch):
     """Tuning costs a kind of call nothing once it has been timed, inside of the context too."""

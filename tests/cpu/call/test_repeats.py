@@ -609,3 +609,57 @@ def test_no_argument_is_overlooked(entry):
             with contextlib.suppress(Exception):  # of arguments that do not go together here
                 entry(*tensors, **{**offsets, "backend": "cuda", name: OTHER_VALUES[name]})
             assert not found or found[-1] is None, name
+
+
+# --- 8-bit floats -----------------------------------------------------------------------------------------------------
+
+
+def eight_bit(seed, packed):
+    """q, k, v in float8_e4m3fn with their scales, and the offsets of a packed call."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32) if packed else None
+    tensors, scales = [], {}
+    for name in "qkv":
+        x = torch.randn((6, 4, 16) if packed else (1, 4, 6, 16), generator=generator)
+        tensors.append(flashsci.quantize(x, "head", cu_seqlens=offsets))
+        scales[f"{name}_scale"] = tensors[-1].scale
+    given = {"cu_seqlens_q": offsets} if packed else {}
+    return [x.values for x in tensors], {**given, **scales}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_calls_on_8_bit_floats_are_repeats(packed):
+    entry = flashsci.varlen_attention if packed else flashsci.attention
+    found = []
+
+    def repeated(*arguments):
+        again, known = plans.repeated(*arguments)
+        found.append(again)
+        return again, known
+
+    fresh = []
+    for seed in range(3):
+        plans.plans.clear()
+        tensors, options = eight_bit(seed, packed)
+        fresh.append(entry(*tensors, **options, backend="reference"))
+    plans.plans.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["flashsci.api.fp8"], "repeated", repeated)
+        for seed, due in enumerate(fresh):
+            tensors, options = eight_bit(seed, packed)
+            assert torch.equal(entry(*tensors, **options, backend="reference"), due)
+            assert (found[-1] is not None) == (seed > 0)
+        for name, value in (
+            ("scale", 1),
+            ("causal", True),
+            ("out_dtype", torch.float16),
+            ("softcap", 3.0),
+            ("q_scale", None),
+        ):
+            found.clear()
+            entry(*tensors, **{**options, name: value}, backend="reference")
+            assert found == [None], name
+        found.clear()
+        with pytest.raises(flashsci.BackendError, match="bias"):
+            entry(*tensors, **options, bias=torch.zeros((4, 20) if packed else (6, 6)), backend="reference")
+        assert found == []

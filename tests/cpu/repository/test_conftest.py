@@ -1,4 +1,5 @@
-"""What tests/conftest.py promises of Hypothesis: the same examples always, but those of a seed where one is given."""
+"""The promises of tests/conftest.py: of Hypothesis the same examples always, but those of a seed where one is given; and
+one in n cases of what is marked so."""
 
 from __future__ import annotations
 
@@ -22,10 +23,26 @@ def test_draws():
 """
 
 
-def draws(folder: Path, *options: str) -> str:
-    """The integers that a run with these options draws."""
+CASES = """
+import pytest
+
+pytestmark = pytest.mark.every(4)
+
+@pytest.mark.parametrize("n", range(21))
+def test_many(n): print("RAN many", n)
+
+@pytest.mark.parametrize("n", range(2))
+def test_two(n): print("RAN two", n)
+
+def test_one(): print("RAN one")
+"""
+
+
+def run(folder: Path, text: str, *options: str) -> list[str]:
+    """The lines that a run of a file with these options prints."""
     shutil.copy(CONFTEST, folder / "conftest.py")
-    (folder / "test_draws.py").write_text(DRAWS)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow: slow\n  every(n): one in n\n")
+    (folder / "test_file.py").write_text(text)
     command = [
         sys.executable,
         "-m",
@@ -35,7 +52,7 @@ def draws(folder: Path, *options: str) -> str:
         "-p",
         "no:cacheprovider",
         *options,
-        "test_draws.py",
+        "test_file.py",
     ]
     path = os.pathsep.join([str(CONFTEST.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -47,7 +64,22 @@ def draws(folder: Path, *options: str) -> str:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return next(line for line in done.stdout.splitlines() if "DRAWN" in line)
+    return done.stdout.splitlines()
+
+
+def draws(folder: Path, *options: str) -> str:
+    """The integers that a run with these options draws."""
+    return next(line for line in run(folder, DRAWS, *options) if "DRAWN" in line)
+
+
+def test_one_in_n_cases_runs_at_once_and_the_others_among_the_slow_ones(tmp_path):
+    ran = {
+        chosen: [line.split("RAN ")[1].rstrip(".") for line in run(tmp_path, CASES, "-m", chosen) if "RAN" in line]
+        for chosen in ("not slow", "slow", "")
+    }
+    quick, slow = ran["not slow"], ran["slow"]
+    assert [sum(name in line for line in quick) for name in ("many", "two", "one")] == [6, 1, 1]
+    assert sorted(quick + slow) == sorted(ran[""]) and len(ran[""]) == 24
 
 
 def test_a_seed_decides_what_is_drawn(tmp_path):
