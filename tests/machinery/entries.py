@@ -109,7 +109,7 @@ def _dense() -> dict[str, Tensor]:
     return dict(
         q=normal(1, 2, 4, 8), k=normal(1, 1, 5, 8), v=normal(1, 1, 5, 8), bias=normal(2, 4, 5),
         key_weight=normal(1, 5).exp(), mask=torch.rand(1, 1, 4, 5) < 0.7, alibi_slopes=normal(2), sink=normal(2),
-        dropout_seed=torch.tensor([7, 3]),
+        dropout_seed=torch.tensor([7, 3]), pair_gate=normal(1, 2, 4, 5),
     )  # fmt: skip
 
 
@@ -428,12 +428,13 @@ def _entries() -> list[Entry]:
     serving = dict(backends=PAGED)
     eighth = dict(backends=PAGED, derivatives=False, eps=2.0**-4, keep=qkv)  # P is rounded to an 8-bit float
     return [
-        Entry("attention", flashsci.attention, qkv, ("bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed"),
+        Entry("attention", flashsci.attention, qkv,
+              ("bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed", "pair_gate"),
               _dense, _dense_call, _dense_formula, together=qkv, elsewhere=scales, out_alone=OUT_ALONE,
               lengths={"q": -2}, dropout_of="v"),
         Entry("attention, 8-bit floats", flashsci.attention, qkv, scales, _fp8, _dense_call,
               lambda x: formulas.softmax_attention(**_unscaled(x, lambda s: s[..., None, None])), **eighth, out_alone=OUT_ALONE,
-              elsewhere=("bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed")),
+              elsewhere=("bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed", "pair_gate")),
         Entry("varlen_attention", flashsci.varlen_attention, (*qkv, "cu_seqlens_q"),
               ("cu_seqlens_k", "bias", "key_weight", "alibi_slopes", "sink", "dropout_seed"),
               _packed, _packed_call, _packed_formula, together=qkv, elsewhere=scales, lengths=dict.fromkeys(qkv, 0), dropout_of="v"),
@@ -477,7 +478,7 @@ def _entries() -> list[Entry]:
               lambda b, x: (flashsci.dropout_mask(x["dropout_seed"], 0.3, (1, 2, 3, 4)).float(),),
               lambda x: (flashsci.dropout_mask(x["dropout_seed"].cpu(), 0.3, (1, 2, 3, 4)).double(),), NO_CHOICE, derivatives=False),
         Entry("distributed.attention", fd.attention, qkv, ("bias", "key_weight", "mask"),
-              _without(_dense, "alibi_slopes", "sink", "dropout_seed"), _distributed("attention"), _dense_formula, ONE_PROCESS, out_alone=OUT_ALONE),
+              _without(_dense, "alibi_slopes", "sink", "dropout_seed", "pair_gate"), _distributed("attention"), _dense_formula, ONE_PROCESS, out_alone=OUT_ALONE),
         Entry("distributed.varlen_attention", fd.varlen_attention, (*qkv, "cu_seqlens"), ("bias", "key_weight"),
               lambda: {("cu_seqlens" if n == "cu_seqlens_q" else n): x for n, x in _packed().items()
                        if n not in ("cu_seqlens_k", "alibi_slopes", "sink", "dropout_seed")},

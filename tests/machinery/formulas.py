@@ -13,7 +13,7 @@ import flashsci
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, key_weight: Tensor | None = None,
     mask: Tensor | None = None, alibi_slopes: Tensor | None = None, sink: Tensor | None = None,
-    keep: Tensor | None = None, dropout_p: float = 0.0, causal: bool = False,
+    keep: Tensor | None = None, dropout_p: float = 0.0, pair_gate: Tensor | None = None, causal: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of ``[..., Hq, Sq, D]``, ``[..., Hk, Sk, D]``, ``[..., Hk, Sk, Dv]``; the diagonal of causal lies lower right."""
     group = q.shape[-3] // k.shape[-3]
@@ -37,6 +37,8 @@ def softmax_attention(
     weights = terms / total
     if keep is not None:
         weights = weights * keep / (1 - dropout_p)
+    if pair_gate is not None:
+        weights = weights * pair_gate
     return weights @ v, (total.log() + largest).squeeze(-1)
 
 
