@@ -309,6 +309,16 @@ def empty_bias_gradient(bias: Tensor, pitched: bool) -> Tensor:
     return empty_with_inner_keys(bias) if pitched else bias.new_empty(bias.shape)
 
 
+def count_of(tangents: Tangents) -> int:
+    """The number of directions of tangents [n, *]."""
+    return next(x.shape[0] for x in tangents if x is not None)
+
+
+def stacked(x: Tensor, count: int) -> Tensor:
+    """An empty tensor of ``count`` of these, one after the other, each with the strides of ``x``."""
+    return x.new_empty_strided((count, *x.shape), (x.numel(), *x.stride()))
+
+
 def fake_backward(tensors: Tensors, need: int, windowed: bool = True) -> tuple[Tensor, ...]:
     """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
     empty."""
@@ -349,6 +359,7 @@ class Pass(NamedTuple):
     fake: Callable[..., Any]
     flat: Callable[..., tuple[Any, ...]]  # the arguments of a backend's function -> those of the op
     grouped: Callable[..., tuple[Any, ...]]  # and back
+    along: int = 0  # the leading dims of tangents and results that the call has not: directions
 
 
 PASSES = {
@@ -373,6 +384,13 @@ PASSES = {
             *tangents, *saved.flat(),
         ),
         lambda *flat: (Tangents(*flat[:_L]), Saved.of(flat[_L:])),
+    ),
+    "many_jvp": Pass(
+        JVP_SCHEMA,
+        lambda tangents, saved: tuple(stacked(x, count_of(tangents)) for x in fake_forward(saved.tensors)),
+        lambda tangents, saved: (*tangents, *saved.flat()),
+        lambda *flat: (Tangents(*flat[:_L]), Saved.of(flat[_L:])),
+        along=1,
     ),
     "second_jvp": Pass(
         SECOND_JVP_SCHEMA,
@@ -408,7 +426,7 @@ def define(backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[s
     Returns:
         A function that calls the op with grouped arguments, as a backend's module offers it.
     """
-    schema, fake, flat, grouped = PASSES[what]
+    schema, fake, flat, grouped, along = PASSES[what]
     op = define_op(
         f"{backend}_{what}",
         schema,
@@ -416,7 +434,7 @@ def define(backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[s
         keys,
         lambda *given: fake(*grouped(*given)),
     )
-    register_vmap(op)
+    register_vmap(op, along=along)
 
     def call(*arguments: Any) -> Any:
         given = flat(*arguments)

@@ -233,10 +233,11 @@ def many_jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
     def op(tangents: Tangents, saved: Saved) -> Any:
         tensors, out, lse, scalars = saved
-        counts = {x.shape[0] if x.dim() else 0 for x in tangents if x is not None}
+        counts = {x.shape[0] if x.dim() else -1 for x in tangents if x is not None}
         need(
-            len(counts) == 1,
-            f"tangents along many directions are [n, *] with one n, and at least one is given; got n of {sorted(counts)}",
+            len(counts) == 1 and min(counts) >= 0,
+            "tangents along many directions are [n, *] with one n, and at least one is given; got "
+            f"{[None if x is None else list(x.shape) for x in tangents]}",
         )
         first = [None if x is None else x[0] if x.shape[0] else x.new_empty(x.shape[1:]) for x in tangents]
         given = checked(tensors, scalars, first, (out,), (lse,))

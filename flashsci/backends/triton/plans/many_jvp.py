@@ -7,8 +7,7 @@ from flashsci.backends.triton.launcher import Launch
 from flashsci.backends.triton.plans.dense import options_of, plan_of
 from flashsci.backends.triton.plans.second_order import bias_layout, inner
 from flashsci.backends.triton.plans.strides import NO_STRIDES, strides4, weight_strides
-from flashsci.call.directions import count_of, stacked
-from flashsci.call.ops import Saved, Tangents, Tensors, fake_forward
+from flashsci.call.ops import Saved, Tangents, Tensors, count_of, fake_forward, stacked
 from flashsci.errors import BackendError
 
 
