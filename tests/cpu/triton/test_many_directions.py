@@ -53,7 +53,7 @@ NARROW = {
     for name, x in CASES.items()
     if not x.variant.gate and x.variant.tangents and max(x.variant.head_dim, x.variant.head_dim_v) <= 64
 } | {
-    "two chunks": CASES["two chunks"],
+    "two chunks": case({"dtype": "float16", "head_dim": 48, "head_dim_v": 24}, layout="bshd"),
     "tangents of v": case({"tangents": "v"}),
     "tangents of w": case(
         {"key_weight": "float", "key_weight_grad": True, "tangents": "w", "dropout": True},
