@@ -24,6 +24,8 @@ from flashsci.call.problem import pairs_of
 PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "second_jvp": (9, 4), "double_backward": (7, 5)}
 #: Pairs that an op of a module above computes, by its name; that module adds them.
 PAIRS: dict[str, Callable[[dict[str, Any]], int]] = {}
+#: Products over D and over Dv of ops for which the arguments decide it, in the same way.
+COUNTED: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {}
 _BACKENDS = ("triton", "cuda", "reference_packed")
 
 
@@ -69,6 +71,9 @@ def formulas() -> dict[Any, Callable[..., int]]:
     for name, pairs in PAIRS.items():
         op = getattr(torch.ops.flashsci, name)
         found[op] = _formula(op, *PRODUCTS[name.rpartition("_")[2]], pairs)
+    for name, products_of in COUNTED.items():
+        op = getattr(torch.ops.flashsci, name)
+        found[op] = _formula_of(op, products_of)
     return found
 
 
@@ -76,11 +81,20 @@ def _formula(
     op: Any, over_dim: int, over_values: int, pairs: Callable[[dict[str, Any]], int] | None = None
 ) -> Callable[..., int]:
     """The formula of an op; ``pairs``: the number of pairs by the op's arguments, if shapes and windows do not tell it."""
+    return _formula_of(op, lambda given: (over_dim, over_values), pairs)
+
+
+def _formula_of(
+    op: Any,
+    products_of: Callable[[dict[str, Any]], tuple[int, int]],
+    pairs: Callable[[dict[str, Any]], int] | None = None,
+) -> Callable[..., int]:
     names = [argument.name for argument in op.default._schema.arguments]
 
     def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
         given = dict(zip(names, arguments, strict=False)) | named
         values = given["v"] if "v" in given else given["v_cache"]
+        over_dim, over_values = products_of(given)
         products = over_dim * given["q"].shape[-1] + over_values * values.shape[-1]
         return int(2 * (pairs or _pairs)(given) * products)
 

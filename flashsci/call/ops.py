@@ -309,6 +309,16 @@ def empty_bias_gradient(bias: Tensor, pitched: bool) -> Tensor:
     return empty_with_inner_keys(bias) if pitched else bias.new_empty(bias.shape)
 
 
+def count_of(tangents: Tangents) -> int:
+    """The number of directions of tangents [n, *]."""
+    return next(x.shape[0] for x in tangents if x is not None)
+
+
+def stacked(x: Tensor, count: int) -> Tensor:
+    """An empty tensor of ``count`` of these, one after the other, each with the strides of ``x``."""
+    return x.new_empty_strided((count, *x.shape), (x.numel(), *x.stride()))
+
+
 def fake_backward(tensors: Tensors, need: int, windowed: bool = True) -> tuple[Tensor, ...]:
     """Shapes, strides and dtypes of every backend's backward; a gradient that is not needed is
     empty."""
@@ -349,6 +359,7 @@ class Pass(NamedTuple):
     fake: Callable[..., Any]
     flat: Callable[..., tuple[Any, ...]]  # the arguments of a backend's function -> those of the op
     grouped: Callable[..., tuple[Any, ...]]  # and back
+    along: int = 0  # the leading dims of tangents and results that the call has not: directions
 
 
 PASSES = {
@@ -373,6 +384,13 @@ PASSES = {
             *tangents, *saved.flat(),
         ),
         lambda *flat: (Tangents(*flat[:_L]), Saved.of(flat[_L:])),
+    ),
+    "many_jvp": Pass(
+        JVP_SCHEMA,
+        lambda tangents, saved: tuple(stacked(x, count_of(tangents)) for x in fake_forward(saved.tensors)),
+        lambda tangents, saved: (*tangents, *saved.flat()),
+        lambda *flat: (Tangents(*flat[:_L]), Saved.of(flat[_L:])),
+        along=1,
     ),
     "second_jvp": Pass(
         SECOND_JVP_SCHEMA,
@@ -408,7 +426,7 @@ def define(backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[s
     Returns:
         A function that calls the op with grouped arguments, as a backend's module offers it.
     """
-    schema, fake, flat, grouped = PASSES[what]
+    schema, fake, flat, grouped, along = PASSES[what]
     op = define_op(
         f"{backend}_{what}",
         schema,
@@ -416,7 +434,7 @@ def define(backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[s
         keys,
         lambda *given: fake(*grouped(*given)),
     )
-    register_vmap(op)
+    register_vmap(op, along=along)
 
     def call(*arguments: Any) -> Any:
         given = flat(*arguments)
@@ -483,16 +501,25 @@ def _roles() -> dict[str, Role | None]:
 ROLES = _roles()
 
 
-def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES) -> None:
+#: Functions for calls of which tangents alone are mapped, by the name of the op: from the number of directions, the mapped
+#: dims and the arguments to the results and their mapped dims; None: the call is not served. directions.py adds them.
+MANY: dict[str, Callable[..., tuple[Any, Any] | None]] = {}
+
+
+def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES, along: int = 0) -> None:
     """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
 
-    ``roles``: those of its arguments by name.
+    ``roles``: those of its arguments by name. ``along``: the dims in front of the batch that its tangents, which come first,
+    and its results have.
+
+    A function of :data:`MANY` comes first.
 
     Samples run one after the other where one batch would give something else: where q has no leading dim left (two
     nested vmaps of ``[B, H, S, D]``), in packed calls, whose tensors have no leading dims, under dropout, whose
     entries depend on the index in the batch, and where another argument (offsets, a seed) is mapped.
     """
     names = [argument.name for argument in op._schema.arguments]
+    name = op._schema.name.removeprefix("flashsci::")
     tensors = tuple(p for p, name in enumerate(names) if roles.get(name) in kinds.BATCHED)
     packed = names.index("cu_seqlens_q")
     dropout = names.index("dropout_p") if "dropout_p" in names else None
@@ -506,27 +533,32 @@ def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES) -> None:
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         mapped = [p for p, dim in enumerate(in_dims) if dim is not None]
+        if name in MANY and max(mapped) < _L:
+            found = MANY[name](info.batch_size, in_dims, *args)
+            if found is not None:
+                return found
         alone = (
             args[packed] is not None
             or (dropout is not None and args[dropout] != 0)
             or any(p not in tensors for p in mapped)
         )
+        places = {p: along if p < _L else 0 for p in (*tensors, *mapped)}  # of the mapped dim
         samples = {
-            p: args[p].expand(info.batch_size, *args[p].shape)
+            p: args[p].unsqueeze(at).expand(*args[p].shape[:at], info.batch_size, *args[p].shape[at:])
             if in_dims[p] is None  # expanded too: its gradient is wanted per sample
-            else args[p].movedim(in_dims[p], 0)
-            for p in (*tensors, *(p for p in mapped if p not in tensors))
+            else args[p].movedim(in_dims[p], at)
+            for p, at in places.items()
             if args[p] is not None
         }
 
-        def call(of: Callable[[Tensor], Tensor]) -> Any:
-            return op(*(laid_out(of(samples[p]), p) if p in samples else x for p, x in enumerate(args)))
+        def call(of: Callable[[Tensor, int], Tensor]) -> Any:
+            return op(*(laid_out(of(samples[p], places[p]), p) if p in samples else x for p, x in enumerate(args)))
 
-        if not alone and all(x.dim() <= 5 for x in samples.values()):
-            results = call(lambda x: x)
+        if not alone and all(x.dim() <= 5 + places[p] for p, x in samples.items()):
+            results = call(lambda x, at: x)
             # Gradients that are not needed have no batch dim.
-            return results, tuple(0 if y.dim() > 1 else None for y in results)
-        each = [call(lambda x, n=n: x[n]) for n in range(info.batch_size)]  # type: ignore[misc]
+            return results, tuple(along if y.dim() > 1 else None for y in results)
+        each = [call(lambda x, at, n=n: x.select(at, n)) for n in range(info.batch_size)]  # type: ignore[misc]
         results = tuple(torch.stack(ys) for ys in zip(*each, strict=True))
         return results, (0,) * len(results)
 

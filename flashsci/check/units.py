@@ -10,7 +10,13 @@ from flashsci.choice.backends import BACKENDS
 KERNELS = ("triton", "cuda")  # backends of our own
 # Names for groups of units: the starts of their names.
 GROUPS = {
-    "second_order": ("triton/jvp", "triton/second_jvp", "triton/double_backward_", "triton/wide_double_backward"),
+    "second_order": (
+        "triton/jvp",
+        "triton/many_jvp",
+        "triton/second_jvp",
+        "triton/double_backward_",
+        "triton/wide_double_backward",
+    ),
     "paged": ("triton/paged", "cuda/sm90/paged", "cuda/sm80/paged"),
     "fp8": ("triton/fp8", "cuda/sm90/fp8_"),
     "residual": ("triton/residual",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +27,6 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
     Raises:
         BackendError: the backend cannot serve the call.
     """
-    import flashsci
-
     lse = not inputs.residual and (lse or inputs.dlse is not None)
     learning = inputs.has_gradients
     leaves: dict[str, Tensor] = {n: getattr(inputs, n).detach().requires_grad_(learning) for n in ("q", "k", "v")}
@@ -39,28 +37,7 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
             leaves[name] = x.detach().requires_grad_(learning and learnt)
     if inputs.alibi_slopes is not None and inputs.alibi_grad:
         leaves["alibi_slopes"] = inputs.alibi_slopes.detach().requires_grad_(learning)
-    arguments: dict[str, Any] = dict(inputs.options, return_lse=lse, backend=backend)
-    if inputs.dropout_seed is not None:
-        arguments["dropout_seed"] = inputs.dropout_seed
-    if inputs.alibi_slopes is not None:
-        arguments["alibi_slopes"] = inputs.alibi_slopes
-    arguments.update(options)
-    if inputs.residual:
-        names = ("scale", "dropout_p", "dropout_seed", "precision", "backend")
-        arguments = {n: x for n, x in arguments.items() if n in names}
-
-    def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        optional = dict(zip(LEAVES[3:], others, strict=True))
-        given = arguments | {name: x for name, x in optional.items() if x is not None}
-        with flashsci.use_backend(backend, strict=True):
-            if inputs.residual:
-                return flashsci.residual_attention(q, k, v, **given)
-            if inputs.cu_seqlens_q is not None:
-                result = flashsci.varlen_attention(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given)
-            else:
-                result = flashsci.attention(q, k, v, **{"mask": inputs.mask, **given})
-        return result if lse else (result,)
-
+    call = _call_of(inputs, backend, lse, options)
     tensors: list[Any] = [leaves.get(n) for n in LEAVES]
     second = "scores" if inputs.residual else "lse"
     with _saving(inputs.execution if learning else ""):
@@ -100,6 +77,35 @@ def evaluate(inputs: Inputs, backend: str = "auto", lse: bool = True, **options:
             if inputs.twice:
                 found.update(_forward_mode_twice(inputs, tensors, call))
     return {name: x.detach() for name, x in found.items()}
+
+
+def _call_of(inputs: Inputs, backend: str, lse: bool, options: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """A function from the tensors of :data:`LEAVES` to out and, with ``lse``, lse (or the scores of a residual call)."""
+    import flashsci
+
+    arguments: dict[str, Any] = dict(inputs.options, return_lse=lse, backend=backend)
+    if inputs.dropout_seed is not None:
+        arguments["dropout_seed"] = inputs.dropout_seed
+    if inputs.alibi_slopes is not None:
+        arguments["alibi_slopes"] = inputs.alibi_slopes
+    arguments.update(options)
+    if inputs.residual:
+        names = ("scale", "dropout_p", "dropout_seed", "precision", "backend")
+        arguments = {n: x for n, x in arguments.items() if n in names}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+        optional = dict(zip(LEAVES[3:], others, strict=True))
+        given = arguments | {name: x for name, x in optional.items() if x is not None}
+        with flashsci.use_backend(backend, strict=True):
+            if inputs.residual:
+                return flashsci.residual_attention(q, k, v, **given)
+            if inputs.cu_seqlens_q is not None:
+                result = flashsci.varlen_attention(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **given)
+            else:
+                result = flashsci.attention(q, k, v, **{"mask": inputs.mask, **given})
+        return result if lse else (result,)
+
+    return call
 
 
 @contextmanager
@@ -201,3 +207,21 @@ def _forward_mode_twice(inputs: Inputs, tensors: list[Tensor | None], call: Any)
         at = tuple(x.contiguous() if 0 in x.stride() else x for x in at)
         found = torch.func.jvp(first, at, (*along(second), *along(mixed)))[1]
     return dict(zip(("tuout", "tulse"), found, strict=False))
+
+
+def evaluate_along(inputs: Inputs, backend: str, directions: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The tangents of out and lse along several directions, in one call under ``torch.vmap``; each is as ``inputs.tangents``."""
+    call = _call_of(inputs, backend, True, {})
+    names = [n for n in LEAVES if f"t{n}" in directions[0]]
+    given = {n: getattr(inputs, n) for n in LEAVES}
+    given = {n: None if x is None else x.detach() for n, x in given.items()}
+    # torch gives a tangent the layout of its tensor, and cannot do so in expanded memory.
+    at = tuple(given[n].contiguous() if 0 in given[n].stride() else given[n] for n in names)
+
+    def moved(*values: Tensor) -> tuple[Tensor, ...]:
+        return call(*(given | dict(zip(names, values, strict=True))).values())
+
+    every = [torch.stack([t[f"t{n}"].to(given[n].dtype) for t in directions]) for n in names]
+    with torch.no_grad():
+        tout, tlse = torch.vmap(lambda *along: torch.func.jvp(moved, at, along)[1])(*every)
+    return [{"tout": tout[n], "tlse": tlse[n]} for n in range(len(directions))]

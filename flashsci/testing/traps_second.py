@@ -12,9 +12,10 @@ import flashsci
 from flashsci.errors import BackendError
 from flashsci.testing.bounds import PLAIN, Judge
 from flashsci.testing.cases import Case, Variant
-from flashsci.testing.evaluation import evaluate
+from flashsci.testing.evaluation import evaluate, evaluate_along
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.making import make_inputs
+from flashsci.testing.second_tangents import second_direction
 from flashsci.testing.traps import (
     DTYPES,
     HALVES,
@@ -136,6 +137,31 @@ def forward_mode_over_forward_mode(backend: str, device: torch.device, dtype: st
         inputs = replace(inputs, twice=True)
         found = evaluate(inputs, backend)
         Judge(inputs, backend not in PLAIN).require({n: found[n] for n in ("tuout", "tulse")})
+
+
+@trap(order=2, one_of=("float32", *HALVES))
+def forward_mode_along_many_directions(backend: str, device: torch.device, dtype: str) -> None:
+    """Tangents under vmap: dense with a bias, causal with a softcap, packed, of key weights, of few tensors, of wide heads."""
+    plain = Variant(dtype=dtype, head_dim=32, head_dim_v=32, tangents="qkv")
+    case = Case(seed=29, variant=plain, lead=(2,), heads_k=2, group=2, seq_q=75, seq_k=130)
+    variants: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        (
+            {"bias": "pair", "bias_grad": True, "tangents": ALL, "dropout": True},
+            {"bias_shape": (2, 1, 75, 130), "dropout_p": 0.2},
+        ),
+        ({"window": True, "softcap": True, "head_dim": 64, "head_dim_v": 48}, {"causal": True, "softcap": 3.0}),
+        ({"varlen": True}, {"rank": 3, "lead": (), "lens_q": (70, 0, 3), "lens_k": (33, 5, 90)}),
+        ({"key_weight": "float", "key_weight_grad": True, "tangents": "qkvw"}, {"weight_shape": (2, 1, 130)}),
+        ({"mask": True, "tangents": "kv"}, {"mask_shape": (2, 1, 75, 130)}),
+        ({"tangents": "qv", "head_dim": 128}, {}),
+    ]
+    for of_variant, of_case in variants:
+        inputs = make_inputs(replace(case, variant=replace(plain, **of_variant), **of_case), device)
+        directions = [inputs.tangents, *second_direction(inputs.tangents)]
+        found = evaluate_along(inputs, backend, directions)
+        for tangents, results in zip(directions, found, strict=True):
+            Judge(replace(inputs, tangents=tangents), backend not in PLAIN).require(results)
 
 
 @trap(order=2)

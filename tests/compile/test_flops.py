@@ -89,6 +89,20 @@ def test_the_second_order_is_counted():
     assert counter.get_total_flops() - first == 2 * pairs * 12 * 16 + 2 * pairs * 5 * 16
 
 
+@pytest.mark.parametrize("dim", [16, 128])
+def test_directions_share_the_products_of_the_call(dim):
+    """Two products over D and two over Dv for each, and those of a forward once; each time in wider heads."""
+    q, k, v = (draw(1, 2, 8, dim, grad=False) for _ in range(3))
+    ways = draw(5, 1, 2, 8, dim, grad=False)
+    along = lambda t: torch.func.jvp(lambda q: flashsci.attention(q, k, v, backend="triton"), (q,), (t,))  # noqa: E731
+    flashsci.attention(q, k, v, backend="triton")
+    with FlopCounterMode(display=False) as counter:
+        torch.vmap(along, out_dims=(None, 0))(ways)
+    pairs, forward = 2 * 8 * 8, 2
+    due = forward + (2 + 5 * 4 if dim == 16 else 5 * 6)
+    assert counter.get_total_flops() == 2 * pairs * due * dim
+
+
 def seen(rows, keys, left, right, lower_right):
     """A bool mask of the pairs inside a window."""
     i, j = torch.arange(rows)[:, None], torch.arange(keys)

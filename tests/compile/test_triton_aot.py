@@ -13,7 +13,7 @@ ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
     "small_shared_backward_kernel",
-    "jvp_kernel", "second_jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
+    "jvp_kernel", "many_jvp_kernel", "second_jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
     "double_backward_small_kernel", "copy_bias_kernel", "product_kernel", "wide_forward_kernel", "wide_backward_kernel",
     "wide_double_backward_kernel", "classify_kernel", "list_kernel",
 }  # fmt: skip
@@ -77,7 +77,7 @@ def calls(architecture):
 
 
 def arguments(torch, dtype, dims, options):
-    """Arguments of the raw ops for one call: tensors, scalars, those of backward, double_backward and second_jvp."""
+    """Arguments of the raw ops for one call: tensors, scalars, those of backward, double_backward, second_jvp and many_jvp (None: heads too wide)."""
     dtype, (head_dim, head_dim_v) = getattr(torch, dtype), dims
     lead = () if options.get("packed") else (2,)
     seq_q, seq_k = options.get("seq", (48, 96))
@@ -112,7 +112,10 @@ def arguments(torch, dtype, dims, options):
     given = (*tensors, out, lse, *scalars)
     leaves = q, k, v, bias, weight
     second_jvp = (*leaves, *leaves, *leaves, lse, lse, *given)
-    return tensors, scalars, (out, lse, *given, 31), (*leaves, out, lse, *given, 127), second_jvp
+    most = 32 if dtype == torch.float32 else 64
+    ways = (None if x is None else torch.zeros(4, *x.shape, dtype=x.dtype) for x in leaves)
+    many_jvp = (*ways, *given) if max(dims) <= most else None
+    return tensors, scalars, (out, lse, *given, 31), (*leaves, out, lse, *given, 127), second_jvp, many_jvp
 
 
 def report(architecture: int, ops: dict, launched: list):
@@ -125,12 +128,14 @@ def report(architecture: int, ops: dict, launched: list):
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:
             dtype = "bfloat16"
-        tensors, scalars, backward, double_backward, second_jvp = arguments(torch, dtype, dims, features)
+        tensors, scalars, backward, double_backward, second_jvp, many_jvp = arguments(torch, dtype, dims, features)
         ops["triton_forward"](*tensors, *scalars)
         ops["triton_backward"](*backward)
         ops["triton_double_backward"](*double_backward)
         if has_kernel(tensors[0].dtype, max(dims)):
             ops["triton_second_jvp"](*second_jvp)
+        if many_jvp is not None:
+            ops["triton_many_jvp"](*many_jvp)
         if tensors[3] is not None and tensors[3].dim() == 4:
             # As a Linear leaves it, and its gradient.
             bias = tensors[3].contiguous(memory_format=torch.channels_last)

@@ -17,6 +17,8 @@ from flashsci.testing import (
     poisoned_memory,
     second_order_variants,
 )
+from flashsci.testing.evaluation import evaluate_along
+from flashsci.testing.second_tangents import second_direction
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.gpu
@@ -55,6 +57,53 @@ def test_forward_mode_over_forward_mode(dtype, number):
     with poisoned_memory():
         found = evaluate(inputs, "triton", deterministic=False)
     Judge(inputs).require(found)
+
+
+def along_directions(inputs, count):
+    """Judge tangents along as many directions, found in one call under vmap."""
+    first = [inputs.tangents, *second_direction(inputs.tangents)]
+    directions = [{n: x.roll(i, -1) for n, x in first[i % 3].items()} for i in range(count)]
+    with poisoned_memory():
+        found = evaluate_along(inputs, "triton", directions)
+    for tangents, results in zip(directions, found, strict=True):
+        Judge(replace(inputs, tangents=tangents)).require(results)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_forward_mode_along_many_directions(dtype, number):
+    served = [c for c in cases(dtype) if not (c.variant.gate or (c.variant.sink and c.variant.key_weight_grad))]
+    along_directions(make_inputs(served[number % len(served)], DEVICE), 3 + number)
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (32, 32), (64, 64), (48, 24), (50, 20)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("feature", ["plain", "bias", "causal", "dropout", "weights", "packed", "mask"])
+def test_many_directions_of_long_sequences(feature, dtype, dims):
+    variants = {
+        "bias": ({"bias": "pair", "bias_grad": True, "tangents": "qkvb"}, {"bias_shape": (2, 1, 300, 333)}),
+        "causal": ({"window": True, "softcap": True}, {"causal": True, "softcap": 3.0}),
+        "dropout": ({"dropout": True}, {"dropout_p": 0.2}),
+        "weights": (
+            {"key_weight": "float", "key_weight_grad": True, "tangents": "qkvw"},
+            {"weight_shape": (2, 1, 333)},
+        ),
+        "packed": ({"varlen": True}, {"rank": 3, "lead": (), "lens_q": (70, 0, 230), "lens_k": (33, 5, 295)}),
+        "mask": ({"mask": True}, {"mask_shape": (2, 1, 300, 333)}),
+    }
+    of_variant, of_case = variants.get(feature, ({}, {}))
+    variant = replace(Variant(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], tangents="qkv"), **of_variant)
+    case = Case(seed=31, variant=variant, lead=(2,), heads_k=2, group=2, seq_q=300, seq_k=333)
+    along_directions(make_inputs(replace(case, **of_case), DEVICE), 6)
+
+
+def test_many_directions_repeat_bitwise():
+    q, k, v, t = (torch.randn(n, 4, 300, 64, device=DEVICE).bfloat16() for n in (2, 2, 2, 10))
+    call = lambda *x: flashsci.attention(*x, backend="triton")  # noqa: E731
+    along = lambda: torch.vmap(lambda t: torch.func.jvp(call, (q, k, v), (t, t, t))[1])(t.view(5, 2, 4, 300, 64))  # noqa: E731
+    first = along()
+    for _ in range(20):
+        assert torch.equal(along(), first)
 
 
 def test_forward_mode_over_forward_mode_in_linear_memory():

@@ -229,6 +229,14 @@ def _jvp(leaves: dict[str, Tensor], function: Callable[..., Results], given: Arg
     return torch.autograd.functional.jvp(function, tuple(values), tuple(along))[1]
 
 
+def many_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """One direction after the other."""
+    along = [f"t{n}" for n in LEARNT]
+    count = next(given[n].shape[0] for n in along if given[n] is not None)
+    each = [jvp_of(given | {n: None if given[n] is None else given[n][i] for n in along}, dtype) for i in range(count)]
+    return tuple(torch.stack(x) for x in zip(*each, strict=True))
+
+
 def second_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
     leaves, function = _differentiable(given, dtype)
     first, second, mixed = (
@@ -292,6 +300,8 @@ def saved(base: Callable[[str], Arguments], op: str, device: str) -> Arguments:
     given |= {"dout": r(*given["out"].shape), "dlse": r(*given["lse"].shape)}
     for prefix in DIRECTIONS if op == "second_jvp" else DIRECTIONS[:1]:
         given |= {f"{prefix}{n}": None if given[n] is None else r(*given[n].shape) for n in LEARNT}
+    if op == "many_jvp":
+        given |= {f"t{n}": None if given[n] is None else r(3, *given[n].shape) for n in LEARNT}
     if op == "second_jvp":
         with_tangents(given)
     given["need"] = 31 if op == "backward" else 127
@@ -669,6 +679,7 @@ def _triton() -> Iterator[Right]:
     truths = {
         "backward": backward_of,
         "jvp": jvp_of,
+        "many_jvp": many_jvp_of,
         "second_jvp": second_jvp_of,
         "double_backward": double_backward_of,
     }

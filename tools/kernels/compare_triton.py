@@ -28,7 +28,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OPERATIONS = ("forward", "backward", "jvp", "second_jvp", "double_backward")
+OPERATIONS = ("forward", "backward", "jvp", "many_jvp", "second_jvp", "double_backward")
 FIRST_ORDER = ("forward", "backward")
 MEASURES = ("registers", "stack", "shared")  # spills live on the stack
 
@@ -142,10 +142,13 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     given = (*tensors, out, lse, *scalars)
     dlse = lse if options.get("dlse") else None
     tangents = (q, k, v, bias, weight)
+    several = tuple(None if x is None else x.expand(4, *x.shape) for x in tangents)
+    shares = max(dims) <= (32 if dtype == torch.float32 else 64)  # the directions of a program of many_jvp
     return {
         "forward": (*tensors, *scalars),
         "backward": (out, dlse, *given, options.get("need", 31)),
         "jvp": (*tangents, *given),
+        "many_jvp": (*several, *given) if shares else None,
         "second_jvp": (*tangents, *tangents, *tangents, lse, lse, *given),
         "double_backward": (*tangents, out, lse, *given, 127),
     }
@@ -190,7 +193,7 @@ def launches(architecture: int):
         given = arguments(torch, dtype, dims, options)
         for operation in operations:
             launched.clear()
-            if f"triton_{operation}" in found:  # an older tree has fewer
+            if f"triton_{operation}" in found and given[operation] is not None:  # an older tree has fewer
                 if operation == "second_jvp":
                     from flashsci.backends.triton.plans.second_jvp import has_kernel
 

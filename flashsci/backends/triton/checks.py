@@ -228,6 +228,24 @@ def jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
     return op
 
 
+def many_jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """many_jvp.many_jvp behind the checks."""
+
+    def op(tangents: Tangents, saved: Saved) -> Any:
+        tensors, out, lse, scalars = saved
+        counts = {x.shape[0] if x.dim() else -1 for x in tangents if x is not None}
+        need(
+            len(counts) == 1 and min(counts) >= 0,
+            "tangents along many directions are [n, *] with one n, and at least one is given; got "
+            f"{[None if x is None else list(x.shape) for x in tangents]}",
+        )
+        first = [None if x is None else x[0] if x.shape[0] else x.new_empty(x.shape[1:]) for x in tangents]
+        given = checked(tensors, scalars, first, (out,), (lse,))
+        return kernels(tangents, Saved(given, out, lse, scalars))
+
+    return op
+
+
 def second_jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
     """second_jvp.second_jvp behind the checks."""
 

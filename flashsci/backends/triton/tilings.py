@@ -39,6 +39,7 @@ HOPPER_16BIT: Tiles = {
         512: (32, 32, 4, 1),
     },
     "jvp": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
+    "many_jvp": {64: (64, 32, 4, 2)},
     "second_jvp": {64: (64, 32, 4, 2), 128: (128, 32, 8, 1), 256: (64, 16, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {
         64: (64, 64, 4, 2),
@@ -76,6 +77,7 @@ AMPERE_16BIT: Tiles = {
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1)},
     "bias_gradient": {128: (64, 64, 4, 2), 256: (32, 64, 4, 1), 512: (32, 32, 4, 1)},
     "jvp": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "many_jvp": {64: (64, 32, 4, 1)},
     "second_jvp": {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {
         64: (64, 32, 4, 2),
@@ -102,6 +104,7 @@ TURING_16BIT: Tiles = {  # 64 KiB of shared memory, no asynchronous copies
     "dkdv": {64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
     "bias_gradient": {64: (64, 64, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "jvp": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "many_jvp": {64: (32, 32, 4, 1)},
     "second_jvp": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_keys": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
@@ -143,6 +146,7 @@ FP32: Tiles = {
         256: (16, 16, 4, 1),
         512: (16, 16, 4, 1),
     },
+    "many_jvp": {32: (64, 16, 4, 1)},
     "second_jvp": {32: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_keys": {32: (32, 32, 4, 2), 64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
@@ -277,6 +281,13 @@ def small_config(
     if longest <= 32:
         return (32, 2, 168 if wide else 128) if width <= 32 else (32, 4)
     return None if wide and width > 32 else (64, 4)
+
+
+def most_directions(dtype: torch.dtype, width: int) -> int:
+    """The directions whose tangents a program of many_jvp computes at most; 1: its registers hold no second one."""
+    if dtype == torch.float32:
+        return 2 if width <= 32 else 1
+    return 4 if width <= 32 else 2 if width <= 64 else 1
 
 
 def is_wide(dims: tuple[int, int], length_q: int, length_k: int) -> bool:

@@ -50,7 +50,7 @@ def packed():
 
 
 def call(op, values):
-    """One of the five Triton ops with the values given by name."""
+    """One of the Triton ops with the values given by name."""
     of = lambda names: [values.get(name) for name in names]  # noqa: E731
     scalars = [values.get(name, default) for name, default in SCALARS.items()]
     raw = torch.ops.flashsci
@@ -60,6 +60,9 @@ def call(op, values):
         return raw.triton_backward(*of(("dout", "dlse", *NAMES, "out", "lse")), *scalars, values.get("need", 31))
     if op == "jvp":
         return raw.triton_jvp(*of((*TANGENTS, *NAMES, "out", "lse")), *scalars)
+    if op == "many_jvp":
+        along = [None if values.get(n) is None else torch.stack((values[n], -values[n])) for n in TANGENTS]
+        return raw.triton_many_jvp(*along, *of((*NAMES, "out", "lse")), *scalars)
     if op == "second_jvp":
         values = (
             {f"u{n}": torch.ones_like(values[n]) for n in ("q", "k")}
@@ -166,14 +169,15 @@ ALONG_TWICE = (
     ("tlse must have shape", {"tlse": R(2, 4, 6)}),
     ("ulse must be torch.float32", {"ulse": R(2, 4, 5).half()}),
 )
+OPS = ("forward", "backward", "jvp", "many_jvp", "second_jvp", "double_backward")
 CASES = [
     (op, base, message, change)
     for ops, base, table in (
-        (("forward", "backward", "jvp", "second_jvp", "double_backward"), dense, DENSE),
-        (("forward", "backward", "jvp", "second_jvp", "double_backward"), packed, PACKED),
-        (("backward", "jvp", "second_jvp", "double_backward"), dense, RESULTS),
+        (OPS, dense, DENSE),
+        (OPS, packed, PACKED),
+        (("backward", "jvp", "many_jvp", "second_jvp", "double_backward"), dense, RESULTS),
         (("backward", "double_backward"), dense, COTANGENTS),
-        (("jvp", "second_jvp", "double_backward"), dense, ALONG),
+        (("jvp", "many_jvp", "second_jvp", "double_backward"), dense, ALONG),
         (("second_jvp",), dense, ALONG_TWICE),
     )
     for op in ops
@@ -185,13 +189,13 @@ CASES = [
 def test_a_triton_op_refuses(number):
     op, base, message, change = CASES[number]
     values = base()
-    if op in ("jvp", "second_jvp", "double_backward"):
+    if op in ("jvp", "many_jvp", "second_jvp", "double_backward"):
         values["tq"] = torch.randn_like(values["q"])
     with pytest.raises((ValueError, TypeError), match=message):
         call(op, {**values, **change})
 
 
-@pytest.mark.parametrize("op", ["forward", "backward", "jvp", "second_jvp", "double_backward"])
+@pytest.mark.parametrize("op", OPS)
 def test_a_call_that_was_fine_does_not_let_others_through(op):
     values = dense()
     values["tq"] = torch.randn_like(values["q"])
@@ -202,7 +206,7 @@ def test_a_call_that_was_fine_does_not_let_others_through(op):
     call(op, values)
 
 
-@pytest.mark.parametrize("op", ["forward", "backward", "jvp", "second_jvp", "double_backward"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     "name",
     ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse", "dout", "dlse", "dropout_seed"],
@@ -218,7 +222,7 @@ def test_a_triton_op_takes_any_strides(op, name):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("op", ["forward", "backward", "jvp", "second_jvp", "double_backward"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     "starts", [[0], [0, 5], [0, 0, 5], [3, 1, 4], [-5, 2, 99], [0, 2**31 - 1, 5], [-(2**31), 0, 5], [9, 9, 9]]
 )
