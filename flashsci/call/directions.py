@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 
 from flashsci.call import flops
-from flashsci.call.ops import MANY, PASSES, Tangents, Tensors, count_of
+from flashsci.call.ops import MANY, PASSES, Saved, Tangents, count_of
 
 _L = len(Tangents._fields)
 
 
-def share(backend: str, serves: Callable[[Tensors], bool]) -> None:
-    """Let the rule of a backend's ``jvp`` call its ``many_jvp`` for the calls of these tensors that ``serves`` names."""
+def share(backend: str, serves: Callable[[Tangents, Saved], bool]) -> None:
+    """Let the rule of a backend's ``jvp`` call its ``many_jvp`` for the calls that ``serves`` names."""
     name = f"{backend}_many_jvp"
 
     def op(*given: Any) -> Any:
         return getattr(torch.ops.flashsci, name)(*given)
 
     def many(count: int, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any] | None:
-        if count < 2 or not serves(PASSES["jvp"].grouped(*args)[1].tensors):
+        tangents, saved = PASSES["jvp"].grouped(*args)
+        if count < 2 or not serves(tangents, saved):
             return None
         return op(*_in_front(count, in_dims, args), *args[_L:]), (0, 0)
 

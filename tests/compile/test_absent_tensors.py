@@ -78,6 +78,9 @@ def report(architecture: int, ops: dict, launched: list):
                 tangents[i] = tensors[i] if flag else None
             ops["triton_jvp"](*tangents, *call["jvp"][5:])
             yield from found(f"{name}, tangents {flags}")
+            many = [None if x is None else x.expand(3, *x.shape).contiguous() for x in tangents]
+            ops["triton_many_jvp"](*many, *call["jvp"][5:])
+            yield from found(f"{name}, tangents {flags} along three directions")
             for dout, dlse in ((True, True), (True, False), (False, True))[: 1 if name == "features" else 3]:
                 double = call["double_backward"]
                 cotangents = given(double[5:7], (dout, dlse))

@@ -77,7 +77,7 @@ def calls(architecture):
 
 
 def arguments(torch, dtype, dims, options):
-    """Arguments of the raw ops for one call: tensors, scalars, those of backward, double_backward, second_jvp and many_jvp (None: heads too wide)."""
+    """Arguments of the raw ops for one call: tensors, scalars, those of backward, double_backward, second_jvp and many_jvp."""
     dtype, (head_dim, head_dim_v) = getattr(torch, dtype), dims
     lead = () if options.get("packed") else (2,)
     seq_q, seq_k = options.get("seq", (48, 96))
@@ -112,9 +112,7 @@ def arguments(torch, dtype, dims, options):
     given = (*tensors, out, lse, *scalars)
     leaves = q, k, v, bias, weight
     second_jvp = (*leaves, *leaves, *leaves, lse, lse, *given)
-    most = 32 if dtype == torch.float32 else 64
-    ways = (None if x is None else torch.zeros(4, *x.shape, dtype=x.dtype) for x in leaves)
-    many_jvp = (*ways, *given) if max(dims) <= most else None
+    many_jvp = (*(None if x is None else torch.zeros(4, *x.shape, dtype=x.dtype) for x in leaves), *given)
     return tensors, scalars, (out, lse, *given, 31), (*leaves, out, lse, *given, 127), second_jvp, many_jvp
 
 
@@ -122,8 +120,13 @@ def report(architecture: int, ops: dict, launched: list):
     import torch
 
     from flashsci.backends.triton.plans.copy import copied
+    from flashsci.backends.triton.plans.many_jvp import shares
     from flashsci.backends.triton.plans.mask_tiles import mask_tiles
+<<<<<<< HEAD
     from flashsci.backends.triton.plans.second_jvp import has_kernel
+=======
+    from flashsci.call.ops import PASSES
+>>>>>>> many
 
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:
@@ -132,9 +135,14 @@ def report(architecture: int, ops: dict, launched: list):
         ops["triton_forward"](*tensors, *scalars)
         ops["triton_backward"](*backward)
         ops["triton_double_backward"](*double_backward)
+<<<<<<< HEAD
         if has_kernel(tensors[0].dtype, max(dims)):
             ops["triton_second_jvp"](*second_jvp)
         if many_jvp is not None:
+=======
+        ops["triton_second_jvp"](*second_jvp)
+        if shares(*PASSES["jvp"].grouped(*many_jvp)):
+>>>>>>> many
             ops["triton_many_jvp"](*many_jvp)
         if tensors[3] is not None and tensors[3].dim() == 4:
             # As a Linear leaves it, and its gradient.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -143,12 +144,11 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     dlse = lse if options.get("dlse") else None
     tangents = (q, k, v, bias, weight)
     several = tuple(None if x is None else x.expand(4, *x.shape) for x in tangents)
-    shares = max(dims) <= (32 if dtype == torch.float32 else 64)  # the directions of a program of many_jvp
     return {
         "forward": (*tensors, *scalars),
         "backward": (out, dlse, *given, options.get("need", 31)),
         "jvp": (*tangents, *given),
-        "many_jvp": (*several, *given) if shares else None,
+        "many_jvp": (*several, *given),
         "second_jvp": (*tangents, *tangents, *tangents, lse, lse, *given),
         "double_backward": (*tangents, out, lse, *given, 127),
     }
@@ -187,6 +187,8 @@ def recorder(architecture: int) -> tuple[dict, list]:
 def launches(architecture: int):
     """(key, kernel, arguments, options) of everything that the calls launch."""
     import torch
+
+    import flashsci
 
     found, launched = recorder(architecture)
     for name, dtype, dims, options, operations in calls(architecture):

@@ -65,6 +65,7 @@ HOPPER_16BIT_BIAS_MASK = HOPPER_16BIT | {
     "dq": HOPPER_16BIT["dq"] | {64: (64, 64, 4, 3)},
     "dkdv": HOPPER_16BIT["dkdv"] | {128: (64, 64, 4, 2), 256: (32, 64, 4, 1)},
     "forward": HOPPER_16BIT["forward"] | {256: (64, 64, 4, 2)},
+    "many_jvp": {32: (64, 32, 4, 2), 64: (64, 16, 4, 2)},
 }
 AMPERE_16BIT: Tiles = {
     "forward": {
@@ -77,7 +78,7 @@ AMPERE_16BIT: Tiles = {
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1)},
     "bias_gradient": {128: (64, 64, 4, 2), 256: (32, 64, 4, 1), 512: (32, 32, 4, 1)},
     "jvp": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
-    "many_jvp": {64: (64, 32, 4, 1)},
+    "many_jvp": {32: (64, 32, 4, 2), 64: (64, 16, 4, 2)},
     "second_jvp": {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {
         64: (64, 32, 4, 2),
@@ -259,6 +260,8 @@ def config(
         registers = []
         most = 4 if width > 64 or block_m * block_n > 32 * 32 else 1 if width <= 32 else 2
         warps = min(warps, most if block_m * block_n <= 64 * 64 else warps)
+    if kernel == "many_jvp" and block_m < 64 and capability is not None:  # 16 rows of each tO a warp
+        block_n, warps = min(block_n, 16), block_m // 16
     # The rows that this kernel keeps fill the registers of mma's operands.
     if kernel == "second_jvp" and dtype == torch.float32 and width > 32 and block_m == 32:
         block_m, block_n = 16, 16
@@ -283,11 +286,22 @@ def small_config(
     return None if wide and width > 32 else (64, 4)
 
 
-def most_directions(dtype: torch.dtype, width: int) -> int:
-    """The directions whose tangents a program of many_jvp computes at most; 1: its registers hold no second one."""
+def most_directions(
+    capability: tuple[int, int] | None, dtype: torch.dtype, precision: str, width: int, plain: bool, bias_moves: bool
+) -> int:
+    """The directions whose tangents a program of many_jvp computes at most: with more, its registers would spill. 1: it has no
+    room for a second one.
+
+    plain: no bias, mask, key weights, dropout, softcap; bias_moves: a bias has tangents.
+    """
+    if capability is None:
+        return 4 if width <= 32 else 2 if width <= 64 else 1
+    hopper = capability[0] == 9
     if dtype == torch.float32:
-        return 2 if width <= 32 else 1
-    return 4 if width <= 32 else 2 if width <= 64 else 1
+        return 2 if hopper and plain and width <= 32 and precision != "ieee" else 1
+    if width > (32 if bias_moves else 64) or not (hopper or plain):
+        return 1
+    return 4 if hopper and plain and width <= 32 else 2
 
 
 def is_wide(dims: tuple[int, int], length_q: int, length_k: int) -> bool:

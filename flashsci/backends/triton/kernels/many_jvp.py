@@ -39,6 +39,13 @@ def direction_of(pointer, n, step, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def one_of(every, n: tl.constexpr, given):
+    """Number n of a tuple; None where its tensor is absent, since a tuple holds no None."""
+    if given is not None:
+        return every[n]
+
+
+@triton.jit
 def one_step(
     state, tangents, tangent_strides, steps, n, tq_rows, at, span, start, keys_left, i, j, products, q_rows, k_rows, v_rows,
     slope, p, bare, keep, kept, mass, fresh, inputs, sizes, mod, F: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
@@ -124,7 +131,8 @@ def many_jvp_kernel(
     for g in tl.static_range(0, GROUP):
         tq = direction_of(tangents.q, tl.minimum(n0 + g, last), steps[0], D.VECTOR)
         tq_rows = load_rows(tq, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
-        tq_all = tq_all + (tq_rows,)  # noqa: RUF005  Triton has no unpacking
+        if tangents.q is not None:
+            tq_all = tq_all + (tq_rows,)  # noqa: RUF005  Triton has no unpacking
         zero = tl.zeros([BLOCK_M], tl.float32)
         states = states + ((zero, zero, zero_chunks(BLOCK_M, V)),)  # noqa: RUF005
 
@@ -159,7 +167,7 @@ def many_jvp_kernel(
                 for g in tl.static_range(0, GROUP):
                     moved = moved + (  # noqa: RUF005
                         one_step(
-                            states[g], tangents, tangent_strides, steps, tl.minimum(n0 + g, last), tq_all[g], at, span, start,
+                            states[g], tangents, tangent_strides, steps, tl.minimum(n0 + g, last), one_of(tq_all, g, tangents.q), at, span, start,
                             keys_left, i, j, products, q_rows, k_rows, v_rows, slope, p, bare, keep, kept, mass, fresh,
                             inputs, sizes, mod, F, D, V, PRECISION, BLOCK_N, TBIAS, TBIAS_VECTOR, part != 1, MOVES,
                             sweep == SWEEPS - 1,

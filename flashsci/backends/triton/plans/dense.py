@@ -562,6 +562,7 @@ def slope_sums(dout, dlse, saved: Saved) -> torch.Tensor:
     slope."""
     tensors, out, lse, _ = saved
     p = prepared_backward(dout, saved, 0).plan
+    lse = lse.contiguous()  # hooks of saved tensors may have returned any strides
     sums = torch.empty_like(lse)
     if p.empty:
         return sums.zero_()

@@ -3,18 +3,30 @@
 from flashsci.backends.triton import tilings
 from flashsci.backends.triton.kernels.groups import TangentStrides
 from flashsci.backends.triton.kernels.many_jvp import many_jvp_kernel
-from flashsci.backends.triton.launcher import Launch
+from flashsci.backends.triton.launcher import Launch, device_of
 from flashsci.backends.triton.plans.dense import options_of, plan_of
 from flashsci.backends.triton.plans.second_order import bias_layout, inner
 from flashsci.backends.triton.plans.strides import NO_STRIDES, strides4, weight_strides
-from flashsci.call.ops import Saved, Tangents, Tensors, count_of, fake_forward, stacked
+from flashsci.call.ops import Saved, Tangents, count_of, fake_forward, stacked
 from flashsci.errors import BackendError
 
 
-def shares(tensors: Tensors) -> bool:
+def most_of(tangents: Tangents, saved: Saved) -> int:
+    """The directions that a program has room for."""
+    tensors, scalars = saved.tensors, saved.scalars
+    dims = tensors.q.shape[-1], tensors.v.shape[-1]
+    capability = device_of(tensors.q.device).capability
+    if capability is not None and any(n * tensors.q.element_size() % 16 for n in dims):
+        return 1  # one load for each number
+    absent = tensors.bias is tensors.mask is tensors.key_weight is None
+    plain = absent and not scalars.dropout_p and not scalars.softcap
+    bias_moves = tangents.bias is not None
+    return tilings.most_directions(capability, tensors.q.dtype, scalars.precision, max(dims), plain, bias_moves)
+
+
+def shares(tangents: Tangents, saved: Saved) -> bool:
     """Whether a program has room for the tangents of several directions."""
-    q, v = tensors.q, tensors.v
-    return tilings.most_directions(q.dtype, max(q.shape[-1], v.shape[-1])) > 1
+    return most_of(tangents, saved) > 1
 
 
 def from_16_bytes(x):
@@ -32,11 +44,11 @@ def many_jvp(tangents: Tangents, saved: Saved):
     """Tangents of out and lse along directions: those of q, k, v, bias, key weights are [n, *], or None for zero."""
     tensors, out, lse, scalars = saved
     q, k, v = tensors[:3]
-    most = tilings.most_directions(q.dtype, max(q.shape[-1], v.shape[-1]))
+    most = most_of(tangents, saved)
     if most < 2:
         raise BackendError(
-            f"flashsci: tangents along many directions have no kernel for head dims {q.shape[-1]} and {v.shape[-1]} in "
-            f"{str(q.dtype).removeprefix('torch.')}; compute them one after the other"
+            f"flashsci: tangents along many directions have no kernel here for head dims {q.shape[-1]} and {v.shape[-1]} in "
+            f"{str(q.dtype).removeprefix('torch.')} and these features; compute them one after the other"
         )
     count = count_of(tangents)
     out, lse = inner(out), lse.contiguous()
