@@ -122,11 +122,8 @@ def report(architecture: int, ops: dict, launched: list):
     from flashsci.backends.triton.plans.copy import copied
     from flashsci.backends.triton.plans.many_jvp import shares
     from flashsci.backends.triton.plans.mask_tiles import mask_tiles
-<<<<<<< HEAD
     from flashsci.backends.triton.plans.second_jvp import has_kernel
-=======
     from flashsci.call.ops import PASSES
->>>>>>> many
 
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:
@@ -135,14 +132,9 @@ def report(architecture: int, ops: dict, launched: list):
         ops["triton_forward"](*tensors, *scalars)
         ops["triton_backward"](*backward)
         ops["triton_double_backward"](*double_backward)
-<<<<<<< HEAD
         if has_kernel(tensors[0].dtype, max(dims)):
             ops["triton_second_jvp"](*second_jvp)
-        if many_jvp is not None:
-=======
-        ops["triton_second_jvp"](*second_jvp)
         if shares(*PASSES["jvp"].grouped(*many_jvp)):
->>>>>>> many
             ops["triton_many_jvp"](*many_jvp)
         if tensors[3] is not None and tensors[3].dim() == 4:
             # As a Linear leaves it, and its gradient.
