@@ -26,7 +26,7 @@ from flashsci.call.ops import (
 )
 from flashsci.call.problem import with_feature
 from flashsci.call.row_pitch import whole_rows
-from flashsci.call.torch_state import is_recorded, transforming
+from flashsci.call.torch_state import is_recorded, tracer_paused, transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.backends import ATTENTION
 from flashsci.choice.choose import decide, recorded_reference
@@ -126,7 +126,8 @@ def attention_backward(
     kernel_bias, bias_offsets, kernel_weight = bias, None, key_weight
     if cu_seqlens_q is None:
         dense = Dense(q, k, v, bias, key_weight, mask, alibi_slopes)
-        call = describe(dense, options, needs_grad, tiles is not None)
+        with tracer_paused():
+            call = describe(dense, options, needs_grad, tiles is not None)
         equal = all(x.dim() == q.dim() and x.shape[:-3] == q.shape[:-3] for x in (k, v))
         if not equal or q.dim() > 5:
             raise ValueError(

@@ -30,6 +30,10 @@ OF_TORCH: tuple[tuple[str, str], ...] = (
         "Mutating a variable from outside the scope of this HOP",
         "torch 2.11 compiles no context inside a checkpoint that sets a value; put use_backend around the compiled call",
     ),
+    (
+        'identifier "float8_e4m3fn" is undefined',
+        "torch's fuser of TorchScript has no 8-bit floats on GPUs; use torch.compile, or torch.jit.fuser('fuser0')",
+    ),
 )
 # Dynamo repeats an error that it met while tracing, with its type and message; and the reason why a function is not traced.
 TOLD_BY_DYNAMO = re.compile(
