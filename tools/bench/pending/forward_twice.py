@@ -1,5 +1,5 @@
 # ruff: noqa
-"""Forward mode over forward mode: python tools/bench/pending/forward_twice.py [seconds]
+"""Forward mode over forward mode: PYTHONPATH=$PWD python tools/bench/pending/forward_twice.py [seconds]
 
 One GPU; back-to-back calls between events, median of 5 rounds. A row: us of the first JVP, of jvp of jvp through Triton's
 kernels, of the same through plain PyTorch, and their ratio; then us of 16 JVPs under vmap, and one after the other.

@@ -1,5 +1,5 @@
 # ruff: noqa
-"""Masks that hide tiles on one GPU, at most a minute: python .scratch/tiles.py [--quick]
+"""Masks that hide tiles on one GPU, at most a minute: PYTHONPATH=$PWD python tools/bench/pending/mask_tiles.py [--no-flex] [--seconds 60]
 
 Each case: flashsci with the bool mask (auto, triton, and triton with tables off), with its BlockMask, with what says the same
 without a mask (window, packing), torch's SDPA with the mask, FlexAttention with its own BlockMask; forward and step, us, GPU events,
@@ -13,7 +13,6 @@ from flashsci.call import mask_tiles
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 p = argparse.ArgumentParser()
-p.add_argument("--quick", action="store_true")
 p.add_argument("--no-flex", action="store_true")
 p.add_argument("--seconds", type=float, default=60)
 A = p.parse_args()

@@ -1,5 +1,5 @@
 # ruff: noqa
-"""Time of odd lengths over that of the neighbouring multiple of 64 (speed3.md, section 2): python .scratch/odd.py [seconds]
+"""Time of odd lengths over that of the neighbouring multiple of 64: PYTHONPATH=$PWD python tools/bench/pending/odd_lengths.py [seconds]
 
 One GPU; back-to-back calls between events, median of 5 rounds, odd and neighbour in turn. A row: us of the neighbour, us
 of the odd length, their ratio; forward, then step (forward and all gradients). SDPA: the same tensors.
