@@ -12,6 +12,8 @@ from flashsci.backends.cuda.library import library_path
 from flashsci.call.ops import Scalars, Tensors
 from flashsci.choice import differentiate
 
+pytestmark = pytest.mark.every(3)
+
 BACKENDS = ["reference", "sdpa", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

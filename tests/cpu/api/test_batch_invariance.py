@@ -7,6 +7,8 @@ import torch
 
 import flashsci
 
+pytestmark = pytest.mark.every(4)
+
 pytest.importorskip("triton")
 tilings = pytest.importorskip("flashsci.backends.triton.tilings")
 BACKENDS = ("reference", "triton")

@@ -11,6 +11,8 @@ from torch.func import grad, hessian, jacfwd, jvp, vmap
 import flashsci
 from flashsci.backends import reference, triton
 
+pytestmark = pytest.mark.every(4)
+
 
 @pytest.fixture
 def holding(monkeypatch):

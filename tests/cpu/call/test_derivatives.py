@@ -41,6 +41,8 @@ from tests.support.derivative_calls import (
     without,
 )
 
+pytestmark = pytest.mark.every(4)
+
 
 def entry_points():
     for module, prefix in ((flashsci, ""), (flashsci.distributed, "distributed.")):

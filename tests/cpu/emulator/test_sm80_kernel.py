@@ -25,6 +25,8 @@ from tools.kernels.launchers import (
     _strides,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOMS = (100, 164, 228)  # KiB of shared memory of a multiprocessor: sm_86, sm_80, sm_90
 
 

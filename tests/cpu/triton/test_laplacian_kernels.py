@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from flashsci.backends.triton.plans import laplacian as kernels
 from tests.support.laplacian_calls import SHAPES, Shape, require, tensors_of
 
+pytestmark = pytest.mark.every(6)
+
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_against_fp64(name):

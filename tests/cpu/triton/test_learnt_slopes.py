@@ -8,6 +8,8 @@ import torch
 import flashsci
 from flashsci.testing import Case, Judge, Variant, evaluate, generate, make_inputs
 
+pytestmark = pytest.mark.every(6)
+
 KINDS = {
     "plain": {},
     "causal": dict(causal=True, align="lower_right"),

@@ -15,9 +15,12 @@ from flashsci.testing.evaluation import evaluate_along
 from flashsci.testing.second_tangents import second_direction
 from tests.cpu.triton.test_second_order_kernels import CASES, case, quick_first
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton interprets without a GPU only; there, tests/gpu has the same"
-)
+pytestmark = [
+    pytest.mark.every(6),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="Triton interprets without a GPU only; there, tests/gpu has the same"
+    ),
+]
 func = torch.func
 
 

@@ -10,7 +10,10 @@ from flashsci.call.maps import Reductions
 from tests.support.map_calls import OPTIONS, near, packed, reduced, rounded, scores_of, size_of, written
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu/test_maps_on_gpu.py runs them")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu/test_maps_on_gpu.py runs them"),
+    pytest.mark.every(6),
+]
 WANTED = Reductions(entropy=True, largest_score=True, key_sum=True)
 
 

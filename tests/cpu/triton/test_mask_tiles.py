@@ -16,7 +16,10 @@ from flashsci.call import plans
 from flashsci.testing import Inputs, Judge, evaluate, poisoned_memory
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets without a GPU only")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets without a GPU only"),
+    pytest.mark.every(6),
+]
 TILE = tables.TILE
 
 

@@ -13,7 +13,10 @@ from flashsci.call.ops import NEED_BIAS, Tensors
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs, poisoned_memory
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets without a GPU only")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets without a GPU only"),
+    pytest.mark.every(6),
+]
 
 
 @pytest.fixture(autouse=True)
