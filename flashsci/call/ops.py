@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 
 from flashsci.call import kinds, op_checks
 from flashsci.call.kinds import Role
+from flashsci.call.older_vmap import by_rule
 from flashsci.call.schemas import LIBRARY, arguments, define_op
 from flashsci.call.torch_state import holds, is_traced
 
@@ -434,7 +435,9 @@ def define(backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[s
         keys,
         lambda *given: fake(*grouped(*given)),
     )
-    register_vmap(op, along=along)
+    rule = register_vmap(op, along=along)
+    if what == "jvp":  # as functional.jacobian(strategy="forward-mode", vectorize=True) calls it
+        LIBRARY.impl(f"{backend}_{what}", by_rule(op, rule), "Batched")
 
     def call(*arguments: Any) -> Any:
         given = flat(*arguments)
@@ -506,13 +509,13 @@ ROLES = _roles()
 MANY: dict[str, Callable[..., tuple[Any, Any] | None]] = {}
 
 
-def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES, along: int = 0) -> None:
+def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES, along: int = 0) -> Callable[..., tuple[Any, Any]]:
     """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
 
     ``roles``: those of its arguments by name. ``along``: the dims in front of the batch that its tangents, which come first,
     and its results have.
 
-    A function of :data:`MANY` comes first.
+    A function of :data:`MANY` comes first. Returns the rule.
 
     Samples run one after the other where one batch would give something else: where q has no leading dim left (two
     nested vmaps of ``[B, H, S, D]``), in packed calls, whose tensors have no leading dims, under dropout, whose
@@ -563,3 +566,4 @@ def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES, along: int 
         return results, (0,) * len(results)
 
     torch.library.register_vmap(op, rule, lib=LIBRARY)
+    return rule

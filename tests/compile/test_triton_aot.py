@@ -157,8 +157,8 @@ def test_compiles(architecture):
     pytest.importorskip("triton")
     found = report_of(__file__, architecture)
     missing = KERNELS - {entry["kernel"] for entry in found}
-    # Turing's shared memory is too small for a whole second order.
-    assert missing == ({"double_backward_small_kernel"} if architecture == 75 else set())
+    # Turing's shared memory is too small for a whole second order, its registers for several directions.
+    assert missing == ({"double_backward_small_kernel", "many_jvp_kernel"} if architecture == 75 else set())
     check(found, architecture)
     # Scores whose maximum is subtracted are numbers of their own: not contracted with the subtraction, which would leave
     # their rounding where zero is due. "plain" has them where huge scores send it a second time.

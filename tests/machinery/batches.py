@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._vmap_internals import _vmap
+from torch.autograd import forward_ad
 
 from .cells import Call, NotHere, Pair, machinery, require
 from .derivatives import leaf, of_loss
@@ -57,6 +59,29 @@ def vmap_of_jvp(call: Call) -> Iterator[Pair]:
     xs, t = stacked(call), direction(call.x())
     push = lambda x: torch.func.jvp(lambda y: projected(call(y)), (x,), (t,))[1]  # noqa: E731
     yield from over_points(call, torch.func.vmap(push)(xs), "pushed")
+
+
+@machinery("vmap over directions", FAMILY)
+def vmap_over_directions(call: Call) -> Iterator[Pair]:
+    """Of one point: kernels may share its probabilities."""
+    call.floats()
+    x = call.x()
+    push = lambda t: torch.func.jvp(lambda y: projected(call(y)), (x,), (t,))[1]  # noqa: E731
+    found = torch.func.vmap(push)(torch.stack([direction(x, n) for n in range(3)]))
+    for n in range(3):
+        yield found[n], call.exact().projected @ along(x, n)
+
+
+@machinery("older vmap over directions", FAMILY)
+def older_vmap_over_directions(call: Call) -> Iterator[Pair]:
+    """That of torch.autograd.functional."""
+    call.floats()
+    x = call.x()
+    with forward_ad.dual_level():
+        push = lambda t: forward_ad.unpack_dual(projected(call(forward_ad.make_dual(x, t)))).tangent  # noqa: E731
+        found = _vmap(push)(torch.stack([direction(x, n) for n in range(3)]))
+    for n in range(3):
+        yield found[n], call.exact().projected @ along(x, n)
 
 
 @machinery("vmap over cotangents", FAMILY)

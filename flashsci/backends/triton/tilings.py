@@ -105,7 +105,6 @@ TURING_16BIT: Tiles = {  # 64 KiB of shared memory, no asynchronous copies
     "dkdv": {64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
     "bias_gradient": {64: (64, 64, 4, 1), 128: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "jvp": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
-    "many_jvp": {64: (32, 32, 4, 1)},
     "second_jvp": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_queries": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
     "double_backward_keys": {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
@@ -296,6 +295,8 @@ def most_directions(
     """
     if capability is None:
         return 4 if width <= 32 else 2 if width <= 64 else 1
+    if capability < (8, 0):
+        return 1
     hopper = capability[0] == 9
     if dtype == torch.float32:
         return 2 if hopper and plain and width <= 32 and precision != "ieee" else 1

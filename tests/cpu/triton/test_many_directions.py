@@ -116,6 +116,50 @@ def test_jacfwd(shared):
     assert shared == [q.numel()]
 
 
+def test_the_older_vmap(shared):
+    """That of torch.autograd.functional."""
+    q, k, v = (x[:1, :3, :4] for x in tensors())
+    found, due = (
+        torch.autograd.functional.jacobian(
+            lambda *x, b=b: flashsci.attention(*x, backend=b, return_lse=True),
+            (q, k, v),
+            strategy="forward-mode",
+            vectorize=True,
+        )
+        for b in ("triton", "reference")
+    )
+    close(found, due)
+    assert shared == [q.numel() + k.numel() + v.numel()]
+
+
+def test_the_older_vmap_in_itself():
+    """Directions of one level, and of both."""
+    from torch._vmap_internals import _vmap
+
+    q, k, v = tensors(2)
+    out, lse = flashsci.attention(q, k, v, return_lse=True, backend="triton")
+    first, second = torch.randn(3, *q.shape), torch.randn(2, *k.shape)
+    scalars = ops.Scalars(-1, -1, 0.25, 0.0, -1, -1, False, 0.0, "default", False)
+    saved = ops.Saved(ops.Tensors(q, k, v), out, lse, scalars).flat()
+    op = torch.ops.flashsci.triton_jvp
+
+    def of(s, t):
+        return op(s, t, None, None, None, *saved)[0]
+
+    close(
+        _vmap(lambda s: _vmap(lambda t: of(s, t))(second))(first),
+        torch.stack([torch.stack([of(s, t) for t in second]) for s in first]),
+    )
+    close(
+        _vmap(lambda s: _vmap(lambda t: of(s, None) + t.sum())(second))(first),
+        torch.stack([torch.stack([of(s, None) + t.sum() for t in second]) for s in first]),
+    )
+    close(_vmap(lambda s: of(s, None))(first[:1]), of(first[0], None)[None])
+    samples = torch.stack([q, q.sin()])
+    each = lambda q, s: op(s, None, None, None, None, q, *saved[1:])[0]  # noqa: E731
+    close(_vmap(each)(samples, first[:2]), torch.stack([each(samples[n], first[n]) for n in range(2)]))
+
+
 def test_directions_of_samples_and_samples_of_directions(shared):
     """Both nestings: the samples become a leading dim, the directions share P."""
     x = tensors(3)
