@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +176,7 @@ def _by_kernels(
     q = tensors.q
     if not wanted.reduces() or transforms.needs_grad(*tensors):
         return None
-    choice = decide_map(q.device.type, q.device.index, q.dtype, q.shape[-1])
+    choice = decide_map(q.device.type, q.device.index, q.dtype, index(q.shape[-1]))  # constants, as those of facts
     return None if choice.forward == PARTS else fused(tensors, bias_offsets, scalars, wanted)
 
 
@@ -247,7 +248,7 @@ def _by_sequences(
     """The results of a packed call in PyTorch.
 
     Raises:
-        ValueError: offsets that do not cover the rows.
+        ValueError: offsets that do not cover the rows, or that torch.vmap maps.
         BackendError: a CUDA graph is being captured.
     """
     edges = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
@@ -256,6 +257,9 @@ def _by_sequences(
             "flashsci: the lengths of packed maps are read on the host, and meta or fake tensors hold none; call with real "
             "tensors, or one dense map for each sequence"
         )
+    for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), edges, strict=True):
+        assert x is not None
+        arguments.check_unmapped(name, x)
     parts = packed_maps.sequences(tensors, bias_offsets is not None)
     if wanted.weights or wanted.average_heads:
         return packed_maps.weights(parts, rows, columns, scalars, wanted)

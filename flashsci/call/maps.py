@@ -22,7 +22,7 @@ from flashsci.backends import reference
 from flashsci.call import recompute
 from flashsci.call.map_tensors import MapTensors
 from flashsci.call.ops import Scalars
-from flashsci.call.torch_state import transforming
+from flashsci.call.torch_state import holds, transforming
 
 #: Probabilities of a block, at most, unless one row has more.
 BLOCK = 1 << 24
@@ -58,7 +58,11 @@ class Reductions(NamedTuple):
 
 def _chosen(x: Tensor, selection: Selection, dim: int) -> Tensor:
     """The selected places of a dim, which may be broadcast."""
-    if x.dim() < -dim or x.shape[dim] == 1 or (isinstance(selection, slice) and selection == ALL):
+    if x.dim() < -dim or (isinstance(selection, slice) and selection == ALL):
+        return x
+    one = x.shape[dim] == 1
+    # A length that a compiler does not know is that of a sequence, which is not broadcast.
+    if bool(one) if isinstance(one, Tensor) else holds(one):
         return x
     return _picked(x, selection, dim)
 
@@ -144,15 +148,24 @@ def _block(tensors: MapTensors, away: Tensor, scalars: Scalars, wanted: Reductio
     if wanted.entropy:
         found.append(-(p * logarithm).sum(-1))
     if wanted.largest_score:
-        if not scores.shape[-1]:
-            found.append(scores.new_full(scores.shape[:-1], -math.inf))
-        else:
-            found.append(scores.amax(-1))
+        some = holds(scores.shape[-1] > 0)
+        found.append((scores if some else torch.nn.functional.pad(scores, (0, 1), value=-math.inf)).amax(-1))
     if wanted.key_sum:
         found.append(p.sum(-2))
     if wanted.top_k:
-        found.extend(torch.topk(p, wanted.top_k, -1))
+        found.extend(_largest(p, wanted.top_k))
     return tuple(found)
+
+
+def _largest(p: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest probabilities of each row and their keys; zeros of key -1 where there are fewer keys."""
+    keys = p.shape[-1]
+    if holds(keys >= count):
+        values, places = torch.topk(p, count, -1)
+        return values, places
+    values, places = torch.topk(torch.nn.functional.pad(p, (0, count), value=-1.0), count, -1)
+    beyond = places >= keys
+    return values.masked_fill(beyond, 0), places.masked_fill(beyond, -1)
 
 
 def _blocks(tensors: MapTensors, rows: Selection, columns: Selection, scalars: Scalars) -> list[Block]:
@@ -163,7 +176,9 @@ def _blocks(tensors: MapTensors, rows: Selection, columns: Selection, scalars: S
     shift = k.shape[-2] - q.shape[-2] if scalars.lower_right else 0
     pairs = math.prod(tensors.lse.shape[:-1]) * max(1, j.shape[0])
     step = max(1, BLOCK // max(1, pairs))
-    if step >= i.shape[0]:
+    # All rows at once where a compiler does not know their number: it traces a number of blocks that is fixed.
+    single = step >= i.shape[0]
+    if bool(single) if isinstance(single, Tensor) else holds(single, unknown=True):
         return [(lambda given: selected(given, rows, columns), j - i[:, None] - shift)]
     found: list[Block] = []
     for start in range(0, i.shape[0], step):

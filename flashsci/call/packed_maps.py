@@ -47,25 +47,11 @@ def statistics(
     tensors: MapTensors, parts: list[MapTensors], scalars: Scalars, wanted: Reductions
 ) -> tuple[Tensor, ...]:
     """The reductions of all sequences in the packed layout, as :func:`flashsci.call.maps.compute` orders them."""
-    found = [_of_sequence(part, scalars, wanted) for part in parts]
+    found = [maps.compute(part, ALL, ALL, scalars, wanted) for part in parts]
     rest = tensors._replace(q=tensors.q[:, :0], k=tensors.k[:, :0], lse=tensors.lse[:, :0])
     rest = MapTensors(*rest[:3])  # of no rows: it gives every result a dtype where there are no sequences
-    found.append(_of_sequence(rest, scalars, wanted))
+    found.append(maps.compute(rest, ALL, ALL, scalars, wanted))
     joined = []
     for dim, *pieces in zip(wanted.joins(), *found, strict=True):
         joined.append(torch.cat(pieces, -1 if dim is None else dim))
     return tuple(joined)
-
-
-def _of_sequence(part: MapTensors, scalars: Scalars, wanted: Reductions) -> tuple[Tensor, ...]:
-    """The reductions of one sequence; those of the largest probabilities are padded to ``top_k`` with 0 and key -1."""
-    most = min(wanted.top_k, part.k.shape[-2])
-    lack = wanted.top_k - most
-    found = list(maps.compute(part, ALL, ALL, scalars, wanted._replace(top_k=most)))
-    if lack and not most:
-        shape = (*part.lse.shape, 0)
-        dtype = torch.float64 if part.q.dtype is torch.float64 else torch.float32
-        found += [part.lse.new_zeros(shape, dtype=dtype), part.lse.new_zeros(shape, dtype=torch.int64)]
-    if lack:
-        found[-2:] = [torch.nn.functional.pad(x, (0, lack), value=v) for x, v in zip(found[-2:], (0, -1), strict=True)]
-    return tuple(found)
