@@ -81,7 +81,17 @@ def test_no_circles():
 
 def test_backends_import_nothing_above_them():
     """They say what they can compute; who computes is decided above."""
-    below = {"problem", "derivatives", "dropout", "torch_state", "ops", "paged_ops", "fp8_ops", "residual_ops"}
+    below = {
+        "problem",
+        "derivatives",
+        "directions",
+        "dropout",
+        "torch_state",
+        "ops",
+        "paged_ops",
+        "fp8_ops",
+        "residual_ops",
+    }
     below |= {
         "memory",
         "op_checks",
