@@ -31,6 +31,10 @@ OF_TORCH: tuple[tuple[str, str], ...] = (
         "torch 2.11 compiles no context inside a checkpoint that sets a value; put use_backend around the compiled call",
     ),
     (
+        "in is_preferred_layout_as_bmm_input",
+        "torch's inductor on a CPU multiplies no matrices whose number of rows is read from data; use backend='aot_eager'",
+    ),
+    (
         'identifier "float8_e4m3fn" is undefined',
         "torch's fuser of TorchScript has no 8-bit floats on GPUs; use torch.compile, or torch.jit.fuser('fuser0')",
     ),

@@ -202,3 +202,22 @@ def test_backends_that_do_not_serve_a_call(dtype, dim, backend, words):
 def test_what_does_not_fit(change, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call(tensors_of(Shape())._replace(**change))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 1 << 20])
+def test_batches_of_cotangents(rows, monkeypatch):
+    """Of the vmap behind is_grads_batched, first and second order, one block of rows and several."""
+    tensors = [None if x is None else x.clone() for x in to(tensors_of(SHAPES["plain"]), torch.float64)]
+    leaves = [x.requires_grad_() for x in tensors if x is not None and x.is_floating_point()]
+    pairs = tensors[0].shape[:-2].numel() * tensors[1].shape[-2] * tensors[3].shape[0]
+    monkeypatch.setattr(laplacian, "BLOCK", rows * pairs)
+    results = call(tensors, backend="reference")
+    cotangents = [torch.stack([x.detach().cos(), x.detach().sin()]) for x in results]
+    found = torch.autograd.grad(results, leaves, cotangents, is_grads_batched=True, retain_graph=True)
+    due = [torch.autograd.grad(results, leaves, [g[n] for g in cotangents], create_graph=True) for n in range(2)]
+    torch.testing.assert_close(list(found), [torch.stack(x).detach() for x in zip(*due, strict=True)])
+    first = due[0]
+    along = [torch.stack([x.detach().cos(), x.detach().sin()]) for x in first]
+    second = torch.autograd.grad(first, leaves, along, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(first, leaves, [g[n] for g in along], retain_graph=True) for n in range(2)]
+    torch.testing.assert_close(list(second), [torch.stack(x) for x in zip(*each, strict=True)])

@@ -129,3 +129,62 @@ def test_refused(change, kind, says):
         flashsci.attention_weights(**{**whole, **change})
     with pytest.raises(kind, match=says):
         flashsci.attention_statistics(**{**whole, **change}, entropy=True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ["none", "bias of keys", "bias of pairs", "weights"])
+def test_compiled_for_lengths_that_offsets_hold(name, dynamic):
+    """One graph serves other lengths of as many sequences, also empty ones and those with fewer keys than top_k."""
+    whole, _, _ = called(name)
+    leaves = [whole[n].detach().requires_grad_() for n in ("q", "k", "lse")]
+    options = {n: x for n, x in whole.items() if n not in ("cu_seqlens_q", "cu_seqlens_k")}
+    options.update(zip(("q", "k", "lse"), leaves, strict=True))
+
+    def both(first, second):
+        given = options | dict(cu_seqlens_q=first, cu_seqlens_k=second)
+        statistics = flashsci.attention_statistics(**given, **EVERYTHING)
+        return *flashsci.attention_weights(**given), *statistics
+
+    torch._dynamo.reset()
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    edges = [(whole["cu_seqlens_q"], whole["cu_seqlens_k"])]
+    if name != "bias of pairs":
+        edges.append(tuple(torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1, 8, 10], [0, 0, 1, 12, 13])))
+    for n, given in enumerate(edges):
+        with torch._dynamo.config.patch(error_on_recompile=n > 0):
+            found = compiled(*given)
+        due = both(*given)
+        values = [x for x in range(len(due)) if due[x].is_floating_point()]
+        torch.testing.assert_close([found[x] for x in values], [due[x] for x in values], rtol=1e-9, atol=1e-11)
+        hidden = due[-2] == 0  # equal probabilities come in any order
+        torch.testing.assert_close(found[-1].masked_fill(hidden, 0), due[-1].masked_fill(hidden, 0))
+        gradients = (
+            torch.autograd.grad(sum(of[x].sin().sum() for x in values if x != 5), leaves)
+            for of in (found, due)
+        )
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-11)
+
+
+def test_mapped_offsets_are_refused_where_their_contents_are_not_checked(monkeypatch):
+    """As on a GPU, and after a call that has left a plan."""
+    from flashsci.api import varlen
+    from flashsci.call import arguments
+
+    monkeypatch.setattr(varlen, "contents_are_seen", lambda *given: False)
+    monkeypatch.setattr(arguments, "contents_are_seen", lambda *given: False)
+    whole, _, _ = called("none")
+    q, k, lse, first, second = (whole[n].detach() for n in ("q", "k", "lse", "cu_seqlens_q", "cu_seqlens_k"))
+
+    def attention(first, second):
+        return flashsci.varlen_attention(q, k, k, first, second, backend="reference")
+
+    def weights(first, second):
+        return flashsci.attention_weights(q, k, lse, cu_seqlens_q=first, cu_seqlens_k=second)
+
+    for call in (attention, weights):
+        call(first, second)
+        for n, name in enumerate(("cu_seqlens_q", "cu_seqlens_k")):
+            given = [first, second]
+            given[n] = torch.stack([given[n]] * 2)
+            with pytest.raises(ValueError, match=f"torch.vmap maps {name}, whose values the host reads"):
+                torch.func.vmap(call, tuple(0 if m == n else None for m in range(2)))(*given)
