@@ -13,7 +13,7 @@ from flashsci.api import fp8
 from flashsci.call import arguments, transforms
 from flashsci.call.arguments import contents_are_seen
 from flashsci.call.dispatch import run, seed_for
-from flashsci.call.kinds import Packed, Role, fields, named
+from flashsci.call.kinds import Packed, Role, fields
 from flashsci.call.ops import Given, Tensors, packed
 from flashsci.call.plans import (
     Plan,
@@ -37,7 +37,7 @@ from flashsci.call.torch_state import (
     tracer_paused,
 )
 from flashsci.choice import backends, tuning
-from flashsci.choice.backends import ATTENTION
+from flashsci.choice.backends import ATTENTION, RECORDED
 from flashsci.choice.choose import decide, recorded_reference
 
 FP8 = fp8.FP8
@@ -156,6 +156,10 @@ def varlen_attention(
         needs_grad,
         backend,
     )
+    if plan.choice.forward in ("reference", RECORDED.name):  # also of a plan that an unmapped call has left
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if x is not None:
+                arguments.check_unmapped(name, x)
     cu_seqlens_q, cu_seqlens_k = dense_offsets(cu_seqlens_q, cu_seqlens_k)
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
     call = as_given(call, q, k, v, cu_seqlens_q, other, alibi_slopes)
@@ -207,9 +211,6 @@ def _repeating(plan: Plan, needs_grad: bool, again: Run) -> Run:
     return run
 
 
-_OFFSETS = named(Packed, Role.INDEX)
-
-
 def _plan(
     given: Packed,
     longest: tuple[int | None, int | None],
@@ -221,11 +222,6 @@ def _plan(
 
     def make() -> Plan:
         choice = decide(ATTENTION, describe(given, options, needs_grad), backend)
-        if choice.forward == "reference":
-            for name in _OFFSETS:
-                offsets = getattr(given, name)
-                if offsets is not None:
-                    arguments.check_unmapped(name, offsets)
         if choice.forward == "reference" and recorded and not transforms.needs_grad(given.alibi_slopes):
             choice = recorded_reference()
         module = backends.LOADED[ATTENTION][choice.forward]

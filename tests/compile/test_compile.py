@@ -11,6 +11,8 @@ from flashsci.backends.cuda import decisions
 from flashsci.backends.cuda.library import library_path
 from flashsci.choice import differentiate
 
+pytestmark = pytest.mark.every(3)
+
 BACKENDS = ["reference", "sdpa", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,7 +11,7 @@ import flashsci
 from flashsci.testing import poisoned_memory
 from tests.support.everywhere import BACKENDS, DEVICE, GPU, backends
 
-pytestmark = pytest.mark.usefixtures("loaded")
+pytestmark = [pytest.mark.usefixtures("loaded"), pytest.mark.every(4)]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16, torch.float16] if GPU else [])])
 
 

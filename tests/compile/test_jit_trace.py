@@ -11,6 +11,7 @@ import flashsci
 from tests.support.everywhere import BACKENDS, DEVICE
 
 pytestmark = [
+    pytest.mark.every(4),
     pytest.mark.usefixtures("loaded"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import flashsci
 from tests.support.everywhere import BACKENDS, DEVICE
 
-pytestmark = pytest.mark.usefixtures("loaded")
+pytestmark = [pytest.mark.usefixtures("loaded"), pytest.mark.every(4)]
 every = pytest.mark.parametrize("backend", ["auto", *BACKENDS])
 FUSED = [b for b in BACKENDS if b not in ("reference", "sdpa")]
 

@@ -9,7 +9,7 @@ import flashsci
 from flashsci.choice.choose import recorded_reference
 from tests.support.everywhere import BACKENDS, DEVICE
 
-pytestmark = [pytest.mark.usefixtures("loaded")]
+pytestmark = [pytest.mark.usefixtures("loaded"), pytest.mark.every(8)]
 every = pytest.mark.parametrize("backend", ["auto", *(b for b in BACKENDS if b != "sdpa")])
 OFFSETS = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 2, 5], [0, 4, 4, 11])]
 

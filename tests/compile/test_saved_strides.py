@@ -54,7 +54,7 @@ def reversed_dims(x):
 CHANGES = {f.__name__: f for f in (transposed, spread, shifted, negated, reversed_dims)}
 FUSED = [b for b in BACKENDS if b not in ("reference", "sdpa")]
 NOT_CUDAS = ("alibi", "dropout", "packed bias")
-pytestmark = pytest.mark.usefixtures("loaded")
+pytestmark = [pytest.mark.usefixtures("loaded"), pytest.mark.every(4)]
 fused = pytest.mark.parametrize("backend", FUSED)
 changes = pytest.mark.parametrize("change", CHANGES)
 

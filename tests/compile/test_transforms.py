@@ -11,7 +11,7 @@ import torch
 import flashsci
 from tests.support.everywhere import BACKENDS, DEVICE, GPU, backends
 
-pytestmark = pytest.mark.usefixtures("loaded")
+pytestmark = [pytest.mark.usefixtures("loaded"), pytest.mark.every(4)]
 FUSED = tuple(b for b in BACKENDS if b not in ("reference", "sdpa"))
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, *([torch.float16] if GPU else [])])
 leaves = torch.utils._pytree.tree_leaves

@@ -6,9 +6,10 @@ import torch
 from tests.support import extreme
 from tests.support.extreme import DTYPES, KINDS, NUMBERS, PLACES
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton interprets without a GPU only; there, tests/gpu"
-)
+pytestmark = [
+    pytest.mark.every(4),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets without a GPU only; there, tests/gpu"),
+]
 FP32, FP16, BF16 = DTYPES
 # Every number, place, kind and dtype with several of the others.
 MIXED = [

@@ -41,6 +41,8 @@ from tests.support.derivative_calls import (
     without,
 )
 
+pytestmark = pytest.mark.every(4)
+
 
 def entry_points():
     for module, prefix in ((flashsci, ""), (flashsci.distributed, "distributed.")):
@@ -133,6 +135,7 @@ def test_mapped_calls_are_those_of_each_sample(entry, name, backend):
     call, x = given(entry, name)
     samples = torch.stack([x, x.roll(1, -1)])
     if name.startswith("cu_seqlens"):  # on the CPU their values are checked
+        call(x, backend)  # leaves a plan for calls of that kind
         with pytest.raises(ValueError, match=f"torch.vmap maps {name}, whose values the host reads"):
             func.vmap(call_of(call, backend))(samples)
         return

@@ -10,6 +10,8 @@ import pytest
 from tests.support.raw_op_calls import CALLS, COMPOSED, RAISES, Right, all_ops
 from tests.support.raw_op_judge import judge, opcheck, wrong_calls
 
+pytestmark = pytest.mark.every(4)
+
 HERE = tuple(right for right in CALLS if not right.op.startswith("cuda_"))
 
 

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashsci
 from flashsci.backends import cuda
 
+pytestmark = pytest.mark.every(3)
+
 NAMES = (
     "q", "k", "v", "bias", "key_weight", "mask", "cu_seqlens_q", "cu_seqlens_k", "bias_offsets", "dropout_seed", "alibi_slopes",
 )  # fmt: skip

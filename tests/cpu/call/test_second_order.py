@@ -16,6 +16,8 @@ from flashsci.backends import triton
 from flashsci.call import ops
 from tests.support import opaque
 
+pytestmark = pytest.mark.every(3)
+
 HINT = "backend='reference', which differentiates to any order"
 
 

@@ -16,6 +16,8 @@ from flashsci.api.dropout import draw_seed
 from flashsci.compat.flash_attn import cache, fa2, fa3, steps
 from flashsci.testing import Inputs, Judge
 
+pytestmark = pytest.mark.every(3)
+
 # Of the sources of flash_attn 2.8.3, by module of this package that has the function.
 FA2 = """
 fa2.flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False)

@@ -51,6 +51,8 @@ from tests.support.distributed_calls import (
 from tests.support.emulated_ranks import World, settled
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.every(4)
+
 STRATEGIES = ("ring", "all_gather", "ulysses")
 
 

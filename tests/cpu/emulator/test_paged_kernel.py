@@ -22,6 +22,8 @@ from flashsci.testing import (
 from tests.cpu.emulator.emulated import ROOT, build, emulate, is_found
 from tools.kernels.launchers import _fields, _pointer
 
+pytestmark = pytest.mark.slow
+
 
 class Params(c.Structure):
     _fields_ = [

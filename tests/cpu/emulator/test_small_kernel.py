@@ -23,6 +23,8 @@ from tools.kernels.launchers import (
     _strides,
 )
 
+pytestmark = pytest.mark.slow
+
 DTYPES = ("float16", "bfloat16", "float32")
 LENGTHS = (1, 2, 7, 15, 16, 17, 24, 29, 31, 32)
 DIMS = ((16, 16), (8, 16), (24, 32), (32, 20), (48, 64), (64, 4))

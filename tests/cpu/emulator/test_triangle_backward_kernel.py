@@ -13,6 +13,8 @@ from flashsci.testing import Inputs, Judge, evaluate
 from tests.cpu.emulator.emulated import build, emulate, is_found
 from tools.kernels.launchers import BackwardParams, BiasMask, _pointer, _score_strides, _strides
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):

@@ -26,6 +26,8 @@ from tests.support.honest_kernels import (
     second_like,
 )
 
+pytestmark = pytest.mark.every(4)
+
 DTYPES = ("bfloat16", "float16", "float32")
 
 

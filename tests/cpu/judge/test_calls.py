@@ -21,6 +21,8 @@ from flashsci.testing import (
 )
 from flashsci.testing.blocks import visible_pairs
 
+pytestmark = pytest.mark.every(4)
+
 DRAWN = [draw_call(11, n) for n in range(1500)]
 LITTLE = [draw_call(12, n, SMALL_CALLS) for n in range(400)]
 

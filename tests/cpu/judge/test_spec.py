@@ -10,6 +10,8 @@ from flashsci.call.ops import Saved, Tensors
 from flashsci.testing import embed
 from tests.support.naive import naive
 
+pytestmark = pytest.mark.every(4)
+
 BACKENDS = ["reference", "triton"]
 ALL = ["reference", "sdpa", "triton"]
 

@@ -32,6 +32,8 @@ from flashsci.testing.cases import (
 )
 from flashsci.testing.poison import GUARD
 
+pytestmark = pytest.mark.every(4)
+
 
 def test_variants_are_few_and_cover_much():
     pool = variants()

@@ -6,6 +6,8 @@ import torch
 from flashsci.errors import BackendError
 from flashsci.testing import TRAPS, Skipped, Trap, traps, traps_models
 
+pytestmark = pytest.mark.every(4)
+
 HERE = [name for name, trap in TRAPS.items() if not trap.cuda]
 LONG = (
     "seventy_thousand_batch_heads",

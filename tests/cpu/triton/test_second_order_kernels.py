@@ -20,9 +20,10 @@ from flashsci.testing import (
 )
 from flashsci.testing.cases import SMALL_LENGTHS
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton interprets without a GPU only; there, run the check"
-)
+pytestmark = [
+    pytest.mark.every(6),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets without a GPU only; there, run the check"),
+]
 
 
 def case(variant=None, **fields):

@@ -9,6 +9,8 @@ import pytest
 from flashsci.testing import Case, Judge, Variant, evaluate, generate, make_inputs, poisoned_memory
 from flashsci.testing.cases import SMALL_LENGTHS
 
+pytestmark = pytest.mark.every(4)
+
 pytest.importorskip("triton")
 
 GENERATED = 24
