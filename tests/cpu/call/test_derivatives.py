@@ -359,3 +359,22 @@ def test_dtensors_are_refused_by_name(mesh):
             shown = {"query": "q", "key": "[qk]", "value": "v"}.get(name, name) if entry == "sdpa" else name
             with pytest.raises(TypeError, match=f"^{shown} is a DTensor, .* flashsci.distributed"):
                 call(**tensors | {name: part})
+
+
+def test_mapped_offsets_are_refused_where_their_contents_are_not_checked(monkeypatch):
+    """As on a GPU, and after a call that has left a plan."""
+    from flashsci.api import varlen
+
+    monkeypatch.setattr(varlen, "contents_are_seen", lambda *given: False)
+    q = torch.randn(5, 2, 8)
+    offsets = [torch.tensor([0, 2, 5], dtype=torch.int32) for _ in range(2)]
+
+    def attention(first, second):
+        return flashsci.varlen_attention(q, q, q, first, second, backend="reference")
+
+    attention(*offsets)
+    for n, name in enumerate(("cu_seqlens_q", "cu_seqlens_k")):
+        given = list(offsets)
+        given[n] = torch.stack([given[n]] * 2)
+        with pytest.raises(ValueError, match=f"torch.vmap maps {name}, whose values the host reads"):
+            func.vmap(attention, tuple(0 if m == n else None for m in range(2)))(*given)
