@@ -159,8 +159,7 @@ def test_compiled_for_lengths_that_offsets_hold(name, dynamic):
         hidden = due[-2] == 0  # equal probabilities come in any order
         torch.testing.assert_close(found[-1].masked_fill(hidden, 0), due[-1].masked_fill(hidden, 0))
         gradients = (
-            torch.autograd.grad(sum(of[x].sin().sum() for x in values if x != 5), leaves)
-            for of in (found, due)
+            torch.autograd.grad(sum(of[x].sin().sum() for x in values if x != 5), leaves) for of in (found, due)
         )
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-11)
 
