@@ -131,11 +131,14 @@ def test_refused(change, kind, says):
         flashsci.attention_statistics(**{**whole, **change}, entropy=True)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", ["none", "bias of keys", "bias of pairs", "weights"])
+@pytest.mark.parametrize(
+    "name, dynamic",
+    [("none", False), ("none", True), ("bias of keys", False), ("bias of pairs", True), ("weights", True)],
+)
 def test_compiled_for_lengths_that_offsets_hold(name, dynamic):
     """One graph serves other lengths of as many sequences, also empty ones and those with fewer keys than top_k."""
     whole, _, _ = called(name)
+    whole["lse"] = whole["lse"] + 8  # as of many more keys: P stays below 1, where several would be equal
     leaves = [whole[n].detach().requires_grad_() for n in ("q", "k", "lse")]
     options = {n: x for n, x in whole.items() if n not in ("cu_seqlens_q", "cu_seqlens_k")}
     options.update(zip(("q", "k", "lse"), leaves, strict=True))
