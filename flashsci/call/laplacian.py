@@ -154,7 +154,7 @@ class ForwardLaplacian(torch.autograd.Function):
                     return _block(LaplacianTensors(*inputs), part, ctx.scale, step)  # type: ignore[arg-type]
 
                 # The vmap behind is_grads_batched has no rule for a slice of all rows: torch makes it an alias.
-                count = min(part.stop, LaplacianTensors(*given).q.shape[-2]) - part.start  # type: ignore[arg-type]
+                count = min(part.stop, LaplacianTensors(*given).q.shape[-2]) - part.start
                 parts = [None if g is None else g.narrow(-2, part.start, count) for g in cotangents]
                 found = recompute.gradients(compute, given, needed, parts)
                 sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
