@@ -158,6 +158,14 @@ FAULTS = (
     ),
     Fault(
         "torch",
+        "2.11",
+        None,
+        True,
+        "The fuser of TorchScript has no 8-bit floats on a GPU: a traced `quantize` raises there. Compile it by `torch.compile`. "
+        "Newer releases were not tried on a GPU.",
+    ),
+    Fault(
+        "torch",
         "2.13",
         None,
         False,

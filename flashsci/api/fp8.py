@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,22 +44,16 @@ def dense(q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments
     run, call = _repeated("dense 8-bit", tensors, given, options, (), backend)
     if run is None:
         described = describe(q, k, v, given, options)
-        if not torch.compiler.is_compiling() and tuning.active:
-            tuning.consider(described, backend, tensors, functools.partial(_dense_again, given, options))
-        choice = decide(backends.FP8, described, backend)
-        count_flops()
         leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-        scalars = scalars_of(q, options, None, None, given.out_dtype)
-        op = backends.LOADED[backends.FP8][choice.forward]
-        run = functools.partial(_dense, op, leading, scalars)
-        if call is not None and bypasses_dispatcher(call[1]):
-            remember(call, functools.partial(_dense, op.plain, leading, scalars))
+        compute = functools.partial(_dense, leading, scalars_of(q, options, None, None, given.out_dtype))
+        again = functools.partial(_dense_again, given, options)
+        run = _chosen(described, backend, tensors, again, compute, call)
     out, lse = run(tensors)
     return (out, lse) if options.return_lse else out
 
 
 def _dense(
-    attend: FP8Attention, leading: torch.Size, scalars: FP8Scalars, given: Sequence[Any]
+    leading: torch.Size, scalars: FP8Scalars, attend: FP8Attention, given: Sequence[Any]
 ) -> tuple[Tensor, Tensor]:
     """out and lse of q, k, v and their scales."""
     q, k, v, *scales_given = given
@@ -82,11 +76,36 @@ def _repeated(
     backend: str,
 ) -> tuple[Run | None, Call | None]:
     """:func:`flashsci.call.plans.repeated`, for calls without features that no kernel on 8-bit floats has."""
-    if tuning.active or not all(map(absent, given[4:])):
+    if not all(map(absent, given[4:])):
         return None, None
     seen = tuple(filter(present, tensors))
     kind = (entry, *map(absent, tensors))
     return repeated(kind, seen, (*options, given.out_dtype, *others), None, backend)
+
+
+def _chosen(
+    described: tuple[Any, ...],
+    backend: str,
+    tensors: Sequence[Tensor | None],
+    again: tuning.Again,
+    compute: Callable[..., tuple[Tensor, Tensor]],
+    call: Call | None,
+) -> Run:
+    """The run of a call by the backend that should compute it, remembered where repeats may skip the decision.
+
+    Args:
+        described: the arguments of problem_of.
+        tensors, again: those of :func:`flashsci.choice.tuning.consider`.
+        compute: computes the call by a backend's function, its first argument.
+        call: as :func:`_repeated` returns it.
+    """
+    final = torch.compiler.is_compiling() or not tuning.active or tuning.consider(described, backend, tensors, again)
+    choice = decide(backends.FP8, described, backend)
+    count_flops()
+    op = backends.LOADED[backends.FP8][choice.forward]
+    if final and call is not None and bypasses_dispatcher(call[1]):
+        remember(call, functools.partial(compute, op.plain))
+    return functools.partial(compute, op)
 
 
 def _rescaled(given: FP8Options, scales: Sequence[Any]) -> FP8Options:
@@ -133,21 +152,14 @@ def packed(
         arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens[0], q.shape[0], longest[0])
         arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens[1], k.shape[0], longest[1])
     if run is None:
-        if not torch.compiler.is_compiling() and tuning.active:
-            every = (q, k, v, *cu_seqlens, *given[:3])
-            tuning.consider(described, backend, every, functools.partial(_packed_again, longest, given, options))
-        choice = decide(backends.FP8, described, backend)
-        count_flops()
-        scalars = scalars_of(q, options, *longest, given.out_dtype)
-        op = backends.LOADED[backends.FP8][choice.forward]
-        run = functools.partial(_packed, op, scalars)
-        if call is not None and bypasses_dispatcher(call[1]):
-            remember(call, functools.partial(_packed, op.plain, scalars))
+        compute = functools.partial(_packed, scalars_of(q, options, *longest, given.out_dtype))
+        again = functools.partial(_packed_again, longest, given, options)
+        run = _chosen(described, backend, (q, k, v, *cu_seqlens, *given[:3]), again, compute, call)
     out, lse = run(tensors)
     return (out, lse) if options.return_lse else out
 
 
-def _packed(attend: FP8Attention, scalars: FP8Scalars, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def _packed(scalars: FP8Scalars, attend: FP8Attention, given: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """out and lse of packed q, k, v, their scales and offsets; no second offsets: those of the queries."""
     q, k, v, q_scale, k_scale, v_scale, first, second = given
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (x.transpose(0, 1) for x in (q, k, v)))

@@ -36,13 +36,12 @@ OF_TORCH: tuple[tuple[str, str], ...] = (
     ),
     (
         'identifier "float8_e4m3fn" is undefined',
-        "torch's fuser of TorchScript has no 8-bit floats on GPUs; use torch.compile, or torch.jit.fuser('fuser0')",
+        "torch's fuser of TorchScript has no 8-bit floats on GPUs; use torch.compile",
     ),
 )
 # Dynamo repeats an error that it met while tracing, with its type and message; and the reason why a function is not traced.
 TOLD_BY_DYNAMO = re.compile(
     r"raised exception (?:TypeError|ValueError|BackendError|NotImplementedError)\([^\"']*[\"'](.*?)[\"'][^\"']*\) For more"
-    r"|: got (?:TypeError|ValueError|BackendError|NotImplementedError)\([\"'](.*?)[\"']\)"
     r"|function `<function \w+ at \w+>` since it was wrapped with `torch.compiler.disable` \(reason: (.*?flashsci.*?)\)"
 )
 _HOME = flashsci.__file__.rpartition("/")[0]
@@ -63,7 +62,7 @@ def outcome_of(error: BaseException) -> Outcome:
             return Outcome(REFUSED, about)
     told = TOLD_BY_DYNAMO.search(message)
     if told:
-        message = next(filter(None, told.groups()))
+        message = told.group(1) or told.group(2)
     if (told or is_ours(error)) and ADVICE.search(message):
         return Outcome(REFUSED, message[:400])
     return Outcome(RAW, said)

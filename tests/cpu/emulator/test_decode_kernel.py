@@ -12,8 +12,6 @@ from flashsci.testing import Inputs, Judge
 from tests.cpu.emulator.emulated import build, emulate, is_found
 from tools.kernels.launchers import ForwardParams, _pointer, _strides
 
-pytestmark = pytest.mark.every(4)
-
 BF16, FP16 = torch.bfloat16, torch.float16
 
 

@@ -213,7 +213,9 @@ def test_pairs_of_some_releases():
 
 
 def test_ci_runs_the_oldest_and_the_newest_torch():
-    (pairs,) = re.findall(r'make versions QUICK=1 VERSIONS="(.+?)"', (ROOT / ".ci" / "run").read_text())
+    steps = (ROOT / ".ci" / "run").read_text()
+    (pairs,) = re.findall(r'^export QUICK=1 VERSIONS="(.+?)"', steps, re.M)
+    assert re.search(r"; make .*\bversions\b", steps)
     oldest, newest = (versions.series(torch) for torch, _ in matrix.chosen(pairs.split()))
     metadata = (ROOT / "pyproject.toml").read_text()
     assert f'"torch>={".".join(map(str, oldest))}"' in metadata and newest == versions.NEWEST["torch"]
