@@ -11,6 +11,7 @@ from flashsci.api.attention import describe
 from flashsci.call import arguments, laplacian, laplacian_ops, transforms
 from flashsci.call.kinds import Dense
 from flashsci.call.laplacian_tensors import LaplacianTensors
+from flashsci.call.torch_state import tracer_paused
 from flashsci.choice import backends
 from flashsci.choice.choose import PARTS, decide
 
@@ -99,7 +100,8 @@ def forward_laplacian(
     laplacian_ops.check(tensors)
     options = arguments.Options.of(False, None, "upper_left", scale, None, 0.0, False, None, None)
     needs_grad = transforms.needs_grad(*tensors)
-    call = describe(Dense(q, k, v, tensors.bias, mask=mask), options, needs_grad)
+    with tracer_paused():
+        call = describe(Dense(q, k, v, tensors.bias, mask=mask), options, needs_grad)
     choice = decide(backends.LAPLACIAN, call, backend)
     kernels = None if choice.forward == PARTS else backends.LOADED[backends.LAPLACIAN][choice.forward]
     kind = "cpu" if q.is_meta else q.device.type
