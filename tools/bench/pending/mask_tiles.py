@@ -89,7 +89,8 @@ def case(name, B, H, S, D, mask, mod, other=None):
         return lambda: torch.autograd.grad(f(), (q, k, v), dout)
 
     fw, st = timed({n: forward(f) for n, f in calls.items()}), timed({n: step(f) for n, f in calls.items()})
-    table = timed({"t": lambda: mask_tiles.table_of(mask), "p": lambda: mask_tiles.table_of(block.mask)})
+    pitched = mask if block.mask is None else block.mask
+    table = timed({"t": lambda: mask_tiles.table_of(mask), "p": lambda: mask_tiles.table_of(pitched)})
     t0 = time.time()
     flashsci.BlockMask.from_mask(mask)
     torch.cuda.synchronize()
