@@ -47,14 +47,14 @@ def copied(bias: Tensor) -> Tensor:
     if bias.requires_grad and torch.is_grad_enabled():
         found: Tensor = InnerKeys.apply(bias)
         return found
-    return _fill(bias, empty_with_inner_keys(bias))
+    return _fill(bias, empty_with_inner_keys(bias), True)
 
 
 class InnerKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: Tensor) -> Tensor:
         ctx.kind = tuple(bias.shape), bias.stride()
-        return _fill(bias, empty_with_inner_keys(bias))
+        return _fill(bias, empty_with_inner_keys(bias), True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], 
     return [shape[d] for d in order], [order.index(d) for d in range(len(shape))]
 
 
-def _fill(source: Tensor, target: Tensor) -> Tensor:
+def _fill(source: Tensor, target: Tensor, padded: bool = False) -> Tensor:
     from flashsci.backends.triton.plans.copy import copied
 
     if source.dtype is torch.bool:  # no kernel stores bits
-        copied(source.view(torch.uint8), target.view(torch.uint8))
+        copied(source.view(torch.uint8), target.view(torch.uint8), padded)
         return target
-    return copied(source, target)
+    return copied(source, target, padded)

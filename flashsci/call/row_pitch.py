@@ -22,12 +22,12 @@ FEWEST_READERS = 4
 
 
 def ragged_bias(tensors: Tensors) -> bool:
-    """Whether the rows of a 16-bit bias begin anywhere, so that a copy of it pays.
+    """Whether the rows of a bias of a 16-bit call begin anywhere, so that a copy of it pays.
 
-    A copy of an expanded bias would hold every repetition. One of float32 takes 1.3 times as long, less than a copy.
+    A copy of an expanded bias would hold every repetition. Kernels of float32 calls lose less than a copy costs.
     """
     bias = tensors.bias
-    if bias is None or bias.element_size() != 2 or tensors.cu_seqlens_q is not None:
+    if bias is None or tensors.q.element_size() != 2 or tensors.cu_seqlens_q is not None:
         return False
     return _is_ragged(bias) and _is_whole(bias) and certainly(_scores(tensors) >= FEWEST_SCORES)
 

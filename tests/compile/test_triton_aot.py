@@ -14,7 +14,7 @@ KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
     "small_shared_backward_kernel",
     "jvp_kernel", "many_jvp_kernel", "second_jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
-    "double_backward_small_kernel", "copy_bias_kernel", "product_kernel", "wide_forward_kernel", "wide_backward_kernel",
+    "double_backward_small_kernel", "copy_bias_kernel", "copy_rows_kernel", "product_kernel", "wide_forward_kernel", "wide_backward_kernel",
     "wide_double_backward_kernel", "classify_kernel", "list_kernel",
 }  # fmt: skip
 
@@ -141,6 +141,9 @@ def report(architecture: int, ops: dict, launched: list):
             bias = tensors[3].contiguous(memory_format=torch.channels_last)
             copied(bias, torch.empty_like(tensors[3]))
             copied(torch.empty_like(tensors[3]), bias)
+            rows = torch.empty(*bias.shape[:-1], bias.shape[-1] + 1, dtype=bias.dtype)[..., : bias.shape[-1]]
+            copied(rows, tensors[3])
+            copied(tensors[3], rows)
         if tensors[11] is not None:
             mask_tiles(tensors[5])
         for entry, ptx in compiled(launched, architecture, call):

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,33 @@ def test_from_any_order_to_any_other(source, apart):
     for order in itertools.permutations(range(3)):
         x, y = laid(source, apart), laid(order, 3 - apart)
         assert torch.equal(plans_copy.copied(x, y), x), order
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.uint8), ids=str)
+def test_rows_of_any_pitch(dtype):
+    """Between rows that begin anywhere; nothing beside them is written, unless the rows are said to be padded."""
+    plans_copy = pytest.importorskip("flashsci.backends.triton.plans.copy")
+    random = np.random.default_rng(3)
+
+    def laid(shape, pitch, begin):
+        rows = math.prod(shape[:-1])
+        memory = torch.full((begin + rows * pitch + 5,), 7).to(dtype)
+        return memory, memory[begin : begin + rows * pitch].view(*shape[:-1], pitch)[..., : shape[-1]]
+
+    for _ in range(60):
+        shape = [(3, 37), (2, 3, 5, 43), (1, 2, 9, 64), (4, 1), (5, 2), (2, 70, 135)][random.integers(6)]
+        pitches = [shape[-1] + more for more in (0, -shape[-1] % 16, 1)]
+        (_, source), (memory, target) = (
+            laid(shape, random.choice(pitches), random.choice([0, 0, 1, 3])) for _ in range(2)
+        )
+        source.copy_(torch.randint(0, 100, shape).to(dtype))
+        target.fill_(0)
+        before = memory.clone()
+        assert torch.equal(plans_copy.copied(source, target), source)
+        target.fill_(0)
+        assert torch.equal(memory, before)
+        _, target = laid(shape, pitches[1], 0)
+        assert torch.equal(plans_copy.copied(source, target, True), source)
 
 
 def test_tiles():

@@ -49,6 +49,7 @@ CASES = {
     "padded rows": case(PAIR, bias_shape=OWN, bias_view="padded"),
     "expanded": case(PAIR, bias_shape=OWN, bias_view="expanded"),
     "fp32": case(PAIR | {"dtype": "float32"}, bias_shape=OWN),
+    "fp32 beside 16 bits": case(PAIR | {"bias_float": True}, bias_shape=OWN),
     "mask": case({"mask": True}, mask_shape=(1, 1, 37, 43)),
     "mask and bias": case(PAIR | {"mask": True}, bias_shape=OWN, mask_shape=(37, 43)),
     "expanded mask": case({"mask": True}, mask_shape=OWN, mask_view="expanded"),
