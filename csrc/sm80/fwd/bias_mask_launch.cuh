@@ -104,7 +104,8 @@ inline BiasMaskPlan bias_mask_plan_of(const FlashsciForwardParams& p) {
     bias_mask.bias_copy = static_cast<int32_t>(bits & -bits);
     if (p.seq_k * int64_t{size} % 16 != 0) bias_mask.bias_copy = std::min(bias_mask.bias_copy, 8);
   }
-  bias_mask.aligned_mask = mask.column == 1 && p.seq_k % 4 == 0 &&
+  // The last word of a row may end behind the keys, before the next row.
+  bias_mask.aligned_mask = mask.column == 1 && (p.seq_k % 4 == 0 || mask.row > p.seq_k) &&
                            (mask.batch0 | mask.batch1 | mask.head | mask.row) % 4 == 0 &&
                            reinterpret_cast<uintptr_t>(p.bias_mask.mask) % 4 == 0;
   bias_mask.key_mask = p.bias_mask.mask != nullptr && mask.row == 0;

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flashsci.call import row_pitch
 from flashsci.testing import Case, Inputs, Judge, Variant, generate, make_inputs
 from tests.cpu.emulator.emulated import build, emulate, is_found
 from tests.cpu.emulator.test_small_kernel import common, poisoned
@@ -108,6 +109,8 @@ def judge(kernels, case: Case, deterministic: bool = False) -> None:
     judged, room = Judge(x), 228 if max(x.q.shape[-1], x.v.shape[-1]) > 128 else ROOMS[case.seed % 3]
     rows = {n: y.resolve_neg() for n in ("q", "k", "v", "dout") if (y := getattr(x, n)) is not None}
     x = replace(x, **{n: y if y.stride(-1) == 1 else y.contiguous() for n, y in rows.items()})
+    if case.mask_view == "padded":
+        x = replace(x, mask=row_pitch.padded(x.mask))
     results = forward(kernels, x, room, case.seed)
     if x.dout is not None:
         results |= backward(kernels, x, results, room, deterministic, case.seed)
@@ -123,6 +126,7 @@ KINDS = {
     "scale too small to divide by": dict(scale=1e-7),
     "negative scale": dict(scale=-0.1),
     "pairs hidden": dict(mask_shape=(70, 150)),
+    "pairs hidden, at a pitch of 16 bytes": dict(mask_shape=(70, 150), mask_view="padded"),
     "keys hidden": dict(mask_shape=(2, 1, 1, 150), mask_kind="keys"),
 }
 
