@@ -65,12 +65,17 @@ def multiply(x: T, y: T) -> T:
     )
 
 
+def squares(jacobian: Tensor) -> Tensor:
+    """The sum of the squares of the derivatives, without a tensor of them."""
+    return torch.linalg.vector_norm(jacobian, dim=0).square()
+
+
 def pointwise(x: T, function: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> T:
     """A function of each number, given with its first two derivatives."""
     if not isinstance(x, Jet):
         return function(x)[0]
     value, first, second = function(x.value)
-    return Jet(value, first * x.jacobian, first * x.laplacian + second * x.jacobian.square().sum(0))
+    return Jet(value, first * x.jacobian, first * x.laplacian + second * squares(x.jacobian))
 
 
 def tanh(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,10 +89,24 @@ def power(x: Tensor, exponent: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def layer_norm(x: T, layer: nn.LayerNorm) -> T:
-    centred = linear(x, lambda t: t - t.mean(-1, keepdim=True))
-    variance = linear(multiply(centred, centred), lambda t: t.mean(-1, keepdim=True))
-    inverse = pointwise(shift(variance, layer.eps), lambda t: power(t, -0.5))
-    return shift(linear(multiply(centred, inverse), lambda t: t * layer.weight), layer.bias)
+    """y = (x - mean x) r with r = (var x + eps)^-1/2, times a weight. Along coordinate i its derivative is
+    r (x_i - m_i - y a_i) with m_i = mean x_i and a_i = mean (y x_i), so that the Jacobian is read few times."""
+    mean = lambda t: t.mean(-1, keepdim=True)  # noqa: E731
+    value = x.value if isinstance(x, Jet) else x
+    centred = value - mean(value)
+    r = (mean(centred.square()) + layer.eps).rsqrt()
+    y = centred * r
+    if not isinstance(x, Jet):
+        return y * layer.weight + layer.bias
+    width = value.shape[-1]
+    m, a = mean(x.jacobian), torch.einsum("n...d,...d->n...", x.jacobian, y / width).unsqueeze(-1)
+    jacobian = torch.addcmul(x.jacobian - m, a, y, value=-1) * (r * layer.weight)
+    moved = torch.einsum("n...d,n...->...d", x.jacobian, a.squeeze(-1)) - (a * m).sum(0)  # sum_i a_i (x_i - m_i)
+    spread = mean(squares(x.jacobian)) - m.square().sum(0)  # sum_i var x_i
+    bend = x.laplacian - mean(x.laplacian)
+    factor = 3 * a.square().sum(0) - mean(centred * bend) - spread
+    laplacian = (r * bend + r * r * (y * factor - 2 * moved)) * layer.weight
+    return Jet(y * layer.weight + layer.bias, jacobian, laplacian)
 
 
 def dense(x: T, layer: nn.Linear) -> T:
@@ -148,13 +167,13 @@ class Ansatz(nn.Module):
 
     def forward(self, positions: T) -> T:
         """[*, N, 3] -> [*]."""
-        squares = linear(multiply(positions, positions), lambda t: t.sum(-1, keepdim=True))
-        radius = pointwise(shift(squares, 1.0), lambda t: power(t, 0.5))  # smooth at 0
+        square = linear(multiply(positions, positions), lambda t: t.sum(-1, keepdim=True))
+        radius = pointwise(shift(square, 1.0), lambda t: power(t, 0.5))  # smooth at 0
         x = shift(dense(concatenate(positions, radius), self.embedding), self.spin[self.spins])
         for layer in self.layers:
             x = layer(x)
         found = log_determinant(dense(x, self.orbitals))
-        return add(found, linear(squares, lambda t: -self.frequency / 2 * t.sum((-1, -2))))
+        return add(found, linear(square, lambda t: -self.frequency / 2 * t.sum((-1, -2))))
 
 
 def coordinates(positions: Tensor) -> Jet:
@@ -173,11 +192,15 @@ def potential(positions: Tensor, frequency: float) -> Tensor:
     return trap + (positions[..., i, :] - positions[..., j, :]).norm(dim=-1).reciprocal().sum(-1)
 
 
-def local_energy(ansatz: Ansatz, positions: Tensor) -> Tensor:
-    """H psi / psi = -(L log |psi| + |grad log |psi||^2) / 2 + V for each walker: positions [walkers, N, 3]."""
-    found = ansatz(coordinates(positions))
-    kinetic = -(found.laplacian + found.jacobian.square().sum(0)) / 2
-    return kinetic + potential(positions, ansatz.frequency)
+def local_energy(ansatz: Ansatz, positions: Tensor, at_once: int = 64) -> Tensor:
+    """H psi / psi = -(L log |psi| + |grad log |psi||^2) / 2 + V for each walker: positions [walkers, N, 3]. Memory is that of
+    ``at_once`` walkers, each with 3 N derivatives of every activation."""
+
+    def kinetic(part: Tensor) -> Tensor:
+        found = ansatz(coordinates(part))
+        return -(found.laplacian + squares(found.jacobian)) / 2
+
+    return torch.cat([kinetic(part) for part in positions.split(at_once)]) + potential(positions, ansatz.frequency)
 
 
 def main() -> None:

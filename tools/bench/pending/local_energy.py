@@ -74,22 +74,31 @@ def trace(x):
     return hessian(ansatz)(x).reshape(N, N).trace()
 
 
-def rule(backend):
+def rule(backend, walkers=1 << 30):
     def run(x):
-        with flashsci.use_backend(backend):
-            yield ansatz(example.coordinates(x)).laplacian
+        for part in x.split(walkers):
+            with flashsci.use_backend(backend):
+                yield ansatz(example.coordinates(part)).laplacian
 
-    return run, lambda x: 1, sum
+    return run, lambda x: -(-len(x) // walkers), torch.cat
 
 
 def loop():
     return lambda x: (along(x, way) for way in directions), lambda x: N, sum
 
 
-def of_directions(chunk):
+def of_directions(chunk, walkers=1 << 30):
     """vmap of forward over reverse."""
     pieces = directions.split(chunk)
-    return lambda x: (vmap(along, (None, 0))(x, piece).sum(0) for piece in pieces), lambda x: len(pieces), sum
+
+    def run(x):
+        for part in x.split(walkers):
+            found = 0
+            for piece in pieces:
+                found = found + vmap(along, (None, 0))(part, piece).sum(0)
+            yield found
+
+    return run, lambda x: -(-len(x) // walkers), torch.cat
 
 
 def of_walkers(chunk):
@@ -99,11 +108,16 @@ def of_walkers(chunk):
 
 WAYS = {
     "rule, auto": rule("auto"),
+    "rule, auto, 64 walkers": rule("auto", 64),
+    "rule, auto, 32 walkers": rule("auto", 32),
     "rule, blocks of PyTorch": rule("reference"),
     "loop of jvp over grad": loop(),
     "vmap of jvp over grad, 6 directions": of_directions(6),
     "vmap of jvp over grad, 21 directions": of_directions(21),
     "vmap of jvp over grad, 63 directions": of_directions(63),
+    "vmap of jvp over grad, 126, 64 walkers": of_directions(126, 64),
+    "vmap of jvp over grad, 63, 64 walkers": of_directions(63, 64),
+    "vmap of jvp over grad, 63, 32 walkers": of_directions(63, 32),
     "vmap of hessian, 4 walkers": of_walkers(4),
     "vmap of hessian, 32 walkers": of_walkers(32),
 }
