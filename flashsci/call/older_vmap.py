@@ -37,10 +37,17 @@ def by_rule(op: Callable[..., Any], rule: Callable[..., tuple[Any, Any]]) -> Cal
         finally:
             _enter()
         return tuple(
-            x if dim is None else torch._add_batch_dim(x, dim, level) for x, dim in zip(found, places, strict=True)
+            x if dim is None else torch._add_batch_dim(_outermost(x, dim), 0, level)
+            for x, dim in zip(found, places, strict=True)
         )
 
     return batched
+
+
+def _outermost(x: Tensor, dim: int) -> Tensor:
+    """x with the mapped dim in front, in memory too: without that torch does not take views of a sample's memory."""
+    x = x.movedim(dim, 0)
+    return x if all(x.stride(0) >= stride for stride in x.stride()[1:]) else x.contiguous()
 
 
 def _mapped(x: Any) -> bool:
