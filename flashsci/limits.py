@@ -111,6 +111,14 @@ FAULTS = (
     ),
     Fault(
         "torch",
+        "2.11",
+        None,
+        False,
+        "Forward mode over forward mode of a negated view, such as the imaginary part of a conjugate, ends in an assertion inside of "
+        "torch: give `x.resolve_neg()`.",
+    ),
+    Fault(
+        "torch",
         "2.13",
         None,
         False,

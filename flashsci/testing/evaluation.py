@@ -202,9 +202,9 @@ def _forward_mode_twice(inputs: Inputs, tensors: list[Tensor | None], call: Any)
         return torch.func.jvp(moved, at[:half], at[half:])[1]
 
     with torch.no_grad():
-        # torch gives a tangent the layout of its tensor, and cannot do so in expanded memory.
+        # torch gives a tangent the layout of its tensor. It cannot do so in expanded memory, nor twice for a negated view.
         at = (*(given[n].detach() for n in names), *along(inputs.tangents))  # type: ignore[union-attr]
-        at = tuple(x.contiguous() if 0 in x.stride() else x for x in at)
+        at = tuple(x.contiguous() if 0 in x.stride() else x.resolve_neg() for x in at)
         found = torch.func.jvp(first, at, (*along(second), *along(mixed)))[1]
     return dict(zip(("tuout", "tulse"), found, strict=False))
 
