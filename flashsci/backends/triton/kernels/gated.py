@@ -64,20 +64,21 @@ def gated_forward_kernel(
 
 @kernel
 def gated_dq_kernel(
-    inputs, gate, dout, reference, delta, dq, dbias,
-    strides, gate_strides, dout_strides, dq_strides, dbias_strides, sizes, schedule, mod,
+    inputs, gate, dout, reference, delta, dq, dbias, dgate,
+    strides, gate_strides, dout_strides, dq_strides, dbias_strides, dgate_strides, sizes, schedule, mod,
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS_GRADIENT: tl.constexpr, DBIAS_VECTOR: tl.constexpr,
-    GATE_VECTOR: tl.constexpr,
+    GATE_VECTOR: tl.constexpr, DGATE_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """As dq_kernel."""
+    """As dq_kernel; and dgate, which has a number for each score (None: it is not computed here)."""
     i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
     dq_tile_of(
         inputs, gate_of(gate, gate_strides, at, span, GATE_VECTOR), dout, reference, delta, dq, dbias, i0, at, span,
         strides, dout_strides, dq_strides, dbias_strides, sizes, mod,
-        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, BIAS_GRADIENT, DBIAS_VECTOR, GATE_VECTOR,
+        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, BIAS_GRADIENT, DBIAS_VECTOR,
+        gate_of(dgate, dgate_strides, at, span, DGATE_VECTOR), GATE_VECTOR, DGATE_VECTOR,
     )  # fmt: skip
 
 
