@@ -3,7 +3,8 @@
 Maths     as in forward.py, backward_queries.py and backward_keys.py, with g R in the place of dropout's R; delta = dO . O - dlse stays.
           dG = R P (dO V^T), summed over the heads and batch members that share the gate
 Grid      as there; that of the gate's gradient as in bias_gradient.py
-Tiles     as there; the tile of the gate streams. dG has a kernel of its own: 2 products a tile
+Tiles     as there; the tile of the gate streams. dG is stored by the kernel of dq if the gate has a number for each score; else it
+          has a kernel of its own: 2 products a tile
 Limits    as there
 """
 
