@@ -183,11 +183,11 @@ def attention(
     if mask is not None and isinstance(mask, BlockMask):
         block = mask
         mask, tiles = (mask.mask, mask.tiles) if mask.extent is None else parts(mask)
-    if dropout_seed is pair_gate is q_scale is k_scale is v_scale is out_dtype is None:
+    if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)
-        if not (bias is key_weight is mask is alibi_slopes is sink is None):
-            every = (q, k, v, bias, key_weight, mask, alibi_slopes, sink, tiles)
+        if not (bias is key_weight is mask is alibi_slopes is sink is pair_gate is None):
+            every = (q, k, v, bias, key_weight, mask, alibi_slopes, sink, pair_gate, tiles)
             seen, entry = tuple(filter(present, every)), tuple(map(absent, every))
         again, call = repeated(
             entry,
@@ -197,8 +197,12 @@ def attention(
             backend,
         )
     if again is not None:
-        rows = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes, tiles)
-        found = again(rows if sink is None else (*rows, sink))
+        rows: Given = (q, k, v, bias, key_weight, mask, None, None, None, None, alibi_slopes, tiles)
+        if pair_gate is not None:
+            rows = (*rows, sink, pair_gate)
+        elif sink is not None:
+            rows = (*rows, sink)
+        found = again(rows)
         return found if return_lse else found[0]
     if block is not None and (type(q).__name__ == "DTensor" or getattr(q, "is_nested", False)):
         mask, tiles = block.dense(), None
@@ -253,7 +257,7 @@ def attention(
     if pair_gate is not None:
         from flashsci.api.gated import attend as attend_gated
 
-        found = attend_gated(plan, tensors, pair_gate, sink)
+        found = attend_gated(plan, tensors, pair_gate, sink, needs_grad, as_given(call, *given, tiles))
         return found if return_lse else found[0]
     call = as_given(call, *given, tiles)
     if plan.leading is None:

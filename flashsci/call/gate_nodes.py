@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from flashsci.backends import reference
-from flashsci.call import recompute
+from flashsci.call import recompute, repeats
 from flashsci.call.autograd import FORWARD_TWICE, refuse
 from flashsci.call.gate_ops import GatedKernels, GatedTangents, flat, grouped
-from flashsci.call.ops import Saved, Scalars, Tangents, Tensors, is_legacy_batch
+from flashsci.call.ops import Given, Saved, Scalars, Tangents, Tensors, bypasses_dispatcher, is_legacy_batch
+from flashsci.call.plans import alone
 from flashsci.call.sink import in_place, sink_gradient, with_sink
 from flashsci.call.torch_state import transforming
 from flashsci.choice import backends
@@ -135,6 +136,51 @@ def _second_by_reference(
         return [saved.lse.new_zeros(()) if x is None else x for x in found]
 
     return recompute.gradients(compute, (*saved.tensors.leaves, gate, *cotangents), wanted, tangents)
+
+
+class GatedCalls:
+    """The kernels of gated calls of one kind, and what eager calls of it have decided.
+
+    A function of plain tensors is kept for the forward, and one for each kind of backward: repeats of these calls check nothing.
+    """
+
+    __slots__ = ("_backwards", "_forward", "name", "scalars")
+
+    def __init__(self, name: str, scalars: Scalars) -> None:
+        self.name, self.scalars = name, scalars
+        self._forward: Any = None
+        self._backwards: dict[tuple[Any, ...], Any] = {}
+
+    def forward(self, tensors: Given, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of plain tensors as kernels take them; of later calls, with the same signatures."""
+        if self._forward is None:
+            self._forward = _kernels(self.name).prepared_forward(Tensors(*tensors), gate, self.scalars)
+        found: tuple[Tensor, Tensor] = self._forward(tensors, gate)
+        return found
+
+    def general_forward(self, tensors: Given, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for any tensors."""
+        found: tuple[Tensor, Tensor] = _kernels(self.name).forward(Tensors(*tensors), gate, self.scalars)
+        return found
+
+    def backward(self, dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], need: int) -> _Gradients:
+        """Gradients of the leaves, None where not needed. ``saved``: the fields of Tensors, the gate, out, lse, of any kind and
+        strides, because hooks of saved tensors may change them."""
+        if (dout is None and dlse is None) or not need:
+            return _NOTHING
+        *tensors, gate, out, lse = saved
+        given = [x for x in (*saved, dout, dlse) if x is not None]
+        key = need, dout is None, dlse is None
+        kept = self._backwards.get(key)
+        run = repeats.find(kept, given) if kept is not None and alone() else None
+        if run is None:
+            whole = Saved(Tensors(*tensors), out.detach(), lse.detach(), self.scalars)
+            if _recording() or not bypasses_dispatcher(given):
+                return _backward(self.name, dout, dlse, whole, gate, need)
+            run = _kernels(self.name).prepared_backward(dout, dlse, whole, gate, need)
+            repeats.keep(self._backwards, key, given, run)
+        found: _Gradients = run(dout, dlse, tensors, gate, out, lse)
+        return found
 
 
 class Forward(torch.autograd.Function):
@@ -296,37 +342,42 @@ class EagerForward(torch.autograd.Function):
     """out, lse of an eager call, with its sink; no transform sees this node.
 
     Kernels compute a plain backward from out and lse with the sink (flashsci/call/sink.py). A backward that is recorded for a
-    derivative of its own runs another forward if there is a sink, and goes through the graph of ``with_sink``.
+    derivative of its own runs another forward if there is a sink, and goes through the graph of ``with_sink``. The inputs are the
+    call's GatedCalls, whether it may bypass torch's dispatcher (``ops.bypasses_dispatcher``), the sink, the fields of Tensors, and
+    the gate.
     """
 
     @staticmethod
-    def forward(ctx: Any, name: str, scalars: Scalars, sink: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _kernels(name).forward(Tensors(*given[:-1]), given[-1], scalars)
+    def forward(ctx: Any, calls: GatedCalls, direct: bool, sink: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+        found = calls.forward if direct else calls.general_forward
+        output = found(given[:-1], given[-1])
         if sink is not None:
-            out, lse = in_place(out, lse, sink)
+            output = in_place(*output, sink)
         ctx.set_materialize_grads(False)
-        ctx.name, ctx.scalars = name, scalars
-        ctx.save_for_backward(sink, *given, out, lse)
-        return out, lse
+        ctx.calls = calls
+        ctx.save_for_backward(sink, *given, *output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        sink, *given, out, lse = ctx.saved_tensors
+        sink, *saved = ctx.saved_tensors
         wanted_sink, *wanted = ctx.needs_input_grad[2:]
         dsink: Tensor | None = None
-        if dout is None and dlse is None:
-            found: Sequence[Tensor | None] = _NOTHING
-        elif sink is not None and _recording():
-            dsink, *found = _through_sink(ctx, sink, given, (wanted_sink, *_leaves(wanted)), (dout, dlse))
+        if sink is not None and _recording() and not (dout is None and dlse is None):
+            dsink, *found = _through_sink(ctx.calls, sink, saved[:-2], (wanted_sink, *_leaves(wanted)), (dout, dlse))
         else:
-            saved, gate = grouped((*given, out.detach(), lse.detach(), *ctx.scalars))
-            found = _backward(ctx.name, dout, dlse, saved, gate, _need(_leaves(wanted)))
-            dsink = sink_gradient(dout, dlse, out, lse, sink) if wanted_sink else None
+            found = ctx.calls.backward(dout, dlse, saved, _need(_leaves(wanted)))
+            if wanted_sink and not (dout is None and dlse is None):
+                dsink = sink_gradient(dout, dlse, saved[-2], saved[-1], sink)
         return (None, None, dsink, *_in_order(found))
 
 
+#: ``apply`` without the search for functorch's tensors, which ``ops.bypasses_dispatcher`` has done already.
+apply_directly = super(torch.autograd.Function, EagerForward).apply
+
+
 def _through_sink(
-    ctx: Any, sink: Tensor, given: list[Any], wanted: Sequence[bool], cotangents: Sequence[Any]
+    calls: GatedCalls, sink: Tensor, given: list[Any], wanted: Sequence[bool], cotangents: Sequence[Any]
 ) -> list[Any]:
     """Gradients of the sink and of the leaves, with graphs of their own."""
     tensors, gate = Tensors(*given[:-1]), given[-1]
@@ -335,8 +386,8 @@ def _through_sink(
         *inner, gate = leaves
         call = tensors.with_leaves(inner)
         if _batched(*cotangents):
-            return in_fp32(call, ctx.scalars, sink, gate)
-        out, lse = EagerForward.apply(ctx.name, ctx.scalars, None, *call.laid_out(), gate)
+            return in_fp32(call, calls.scalars, sink, gate)
+        out, lse = EagerForward.apply(calls, False, None, *call.laid_out(), gate)
         return with_sink(out, lse, sink)
 
     return recompute.gradients(compute, (sink, *tensors.leaves, gate), wanted, cotangents)

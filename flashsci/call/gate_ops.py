@@ -55,7 +55,7 @@ def without_gate(need: int) -> int:
 
 
 class GatedKernels(NamedTuple):
-    """The gated functions of a backend."""
+    """The gated functions of a backend: of its raw ops, and two for plain calls that repeat an earlier one."""
 
     forward: Callable[..., Any]
     """(tensors, gate, scalars) -> out, lse."""
@@ -67,6 +67,11 @@ class GatedKernels(NamedTuple):
     double_backward: Callable[..., Any]
     """(tangents, dout, dlse, saved, gate, need) -> gradients of the same six, then of dout and dlse, for cotangents of their
     gradients."""
+    prepared_forward: Callable[..., Any]
+    """(tensors, gate, scalars) -> a function of (tensors, gate) with the signatures of these: out, lse."""
+    prepared_backward: Callable[..., Any]
+    """(dout, dlse, saved, gate, need) -> a function of (dout, dlse, tensors, gate, out, lse): the six gradients, None where
+    ``need`` does not name them."""
 
 
 _N, _T = len(Tensors._fields), len(GatedTangents._fields)
@@ -130,8 +135,8 @@ PASSES = {
 
 def define(backend: str, kernels: GatedKernels, keys: Sequence[str]) -> GatedKernels:
     """Define a backend's ops for the given dispatch keys; returns the functions that call them."""
-    found = (_define(f"{backend}_gated_{name}", PASSES[name], getattr(kernels, name), keys) for name in kernels._fields)
-    return GatedKernels(*found)
+    ops = {name: _define(f"{backend}_gated_{name}", PASSES[name], getattr(kernels, name), keys) for name in PASSES}
+    return kernels._replace(**ops)
 
 
 def _define(name: str, of: Pass, kernel: Callable[..., Any], keys: Sequence[str]) -> Callable[..., Any]:

@@ -67,6 +67,7 @@ class Plan:
         "_tabled",
         "as_given",
         "choice",
+        "gated",
         "leading",
         "module",
         "rank",
@@ -93,6 +94,7 @@ class Plan:
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
         self._forward: Run | None = None
         self._backwards: dict[tuple[Any, ...], Any] = {}
+        self.gated: Any = None  # of a call with a gate of pairs: its GatedCalls, see gate_nodes.py
 
     @property
     def reads_tables(self) -> bool:

@@ -45,7 +45,8 @@ def report(architecture: int, ops: dict, launched: list):
         scalars = Scalars(-1, -1, 0.1, 0.0, -1, *rest, "default", False)
         seed = torch.zeros(2, dtype=torch.int64) if feature == "causal, dropout" else None
         tensors = Tensors(q, k, v, bias, dropout_seed=seed)
-        gate, out, lse = draw(1, 4, queries, keys), draw(2, 4, queries, dim_v), torch.zeros(2, 4, queries)
+        out, lse = draw(2, 4, queries, dim_v), torch.zeros(2, 4, queries)
+        gate = draw(2 if feature else 1, 4, queries, keys)  # with a number for each score, or shared
         saved, along = Saved(tensors, out, lse, scalars), GatedTangents(q, k, v, bias, None, gate)
         gated.forward(tensors, gate, scalars)
         gated.backward(out, None, saved, gate, 63)

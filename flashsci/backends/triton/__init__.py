@@ -63,7 +63,14 @@ double_backward = ops.define("triton", "double_backward", checks.double_backward
 #: The functions of calls with a gate of pairs.
 gated_calls = gate_ops.define(
     "triton",
-    gate_ops.GatedKernels(gated.forward, gated.backward, gated_second_order.jvp, gated_second_order.double_backward),
+    gate_ops.GatedKernels(
+        gated.forward,
+        gated.backward,
+        gated_second_order.jvp,
+        gated_second_order.double_backward,
+        gated.prepared_forward,
+        gated.prepared_backward,
+    ),
     _KEYS,
 )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 import flashsci
 from flashsci.backends import triton
-from flashsci.call.ops import Scalars, Tensors
+from flashsci.backends.triton.launcher import Launch
+from flashsci.call import plans
+from flashsci.call.ops import Saved, Scalars, Tensors
 from flashsci.testing import Inputs, Judge, evaluate
 
 BACKENDS = ("reference", "triton")
@@ -158,3 +162,101 @@ def test_refusals():
     nested = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
     with pytest.raises(ValueError, match="nested tensors take no pair_gate: pad them"):
         flashsci.attention(nested, nested, nested, pair_gate=torch.randn(2, 2, 5, 5))
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """Grows with every call that is no repeat."""
+    module, found = sys.modules["flashsci.api.attention"], []
+    plan = module._plan
+    monkeypatch.setattr(module, "_plan", lambda *given: found.append(given) or plan(*given))
+    return found
+
+
+@pytest.mark.parametrize("sink", (False, True))
+@pytest.mark.parametrize("grad", (False, True))
+@pytest.mark.parametrize("shape", ((2, 4, 9, 11), (4, 9, 11), (11,)), ids=str)
+def test_alike_calls_are_repeats(shape, grad, sink, examined):
+    """With their own results and gradients."""
+
+    def given():
+        leaves = [*drawn(2), torch.randn(shape), *([torch.randn(4)] if sink else [])]
+        return [x.detach().requires_grad_(grad) for x in leaves]
+
+    def call(q, k, v, gate, *sinks):
+        options = dict(zip(("sink",), sinks, strict=False))
+        return flashsci.attention(q, k, v, pair_gate=gate, causal=True, return_lse=True, backend="triton", **options)
+
+    call(*given())
+    for _ in range(2):
+        tensors = given()
+        before = len(examined)
+        found = call(*tensors)
+        assert len(examined) == before
+        plans.plans.clear()
+        due = call(*tensors)
+        assert len(examined) == before + 1
+        if grad:
+            dout = torch.randn_like(due[0])
+            found, due = ((*x, *torch.autograd.grad(x[0], tensors, dout)) for x in (found, due))
+        for x, y in zip(found, due, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_calls_that_differ_are_examined(examined):
+    q, k, v = (x.detach() for x in drawn(2))
+    gate = torch.randn(2, 4, 9, 11)
+
+    def call(gate=gate, **options):
+        return flashsci.attention(q, k, v, pair_gate=gate, backend="triton", **options)
+
+    call()
+    for gate_of_another, options in (
+        (gate[:1], {}),
+        (gate.mT.contiguous().mT, {}),
+        (gate, {"causal": True}),
+        (None, {}),
+    ):
+        before = len(examined)
+        call(gate_of_another, **options)
+        assert len(examined) == before + 1
+    seeded = [call(dropout_p=0.5) for _ in range(3)]
+    assert not torch.equal(seeded[1], seeded[2])
+
+
+def test_hooks_of_saved_tensors_are_seen():
+    """They may bring back other strides than were saved."""
+    leaves = [*drawn(2), torch.randn(2, 4, 9, 11, requires_grad=True)]
+    dout = torch.randn(2, 4, 9, 8)
+
+    def gradients():
+        return torch.autograd.grad(flashsci.attention(*leaves[:3], pair_gate=leaves[3], backend="triton"), leaves, dout)
+
+    gradients()
+    due = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT if x.dim() > 3 else x):
+        found = gradients()
+    for x, y in zip(found, due, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("need", (32, 33, 63))
+@pytest.mark.parametrize("shape", ((2, 4, 9, 11), (1, 4, 9, 11)), ids=str)
+def test_who_computes_the_gradient_of_the_gate(shape, need, monkeypatch):
+    """With a number for each score the kernel by queries, which stores it; else sums have a kernel of their own."""
+    q, k, v = (x.detach() for x in drawn(2))
+    tensors, scalars = Tensors(q, k, v), Scalars(-1, -1, 0.3, 0.0, 3, 0, False, 0.0, "default", False)
+    gate = torch.randn(shape)
+    out, lse = triton.gated_calls.forward(tensors, gate, scalars)
+    dout, launched, launch = torch.randn_like(out), [], Launch.__call__
+    monkeypatch.setattr(
+        Launch, "__call__", lambda self, *x: launched.append(self.kernel.fn.__name__) or launch(self, *x)
+    )
+    found = triton.gated_calls.backward(dout, None, Saved(tensors, out, lse, scalars), gate, need)
+    own = shape[0] == 2
+    assert ("pair_sums_kernel" in launched) != own
+    assert ("gated_dq_kernel" in launched) == (own or need & 1 == 1)
+    wide = [x.double().requires_grad_() for x in (q, k, v, gate)]
+    due = flashsci.attention(*wide[:3], pair_gate=wide[3], scale=0.3, window=(3, 0), backend="reference")
+    (dgate,) = torch.autograd.grad(due, wide[3], dout.double())
+    torch.testing.assert_close(found[5].double(), dgate, rtol=1e-5, atol=1e-5)

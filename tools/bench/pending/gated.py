@@ -4,7 +4,7 @@
     PYTHONPATH=$PWD python tools/bench/pending/gated.py [seconds]
 
 A row: a case; for forward, step (forward and all gradients) and second order (double backward of <q-gradient, itself>) the ms of the
-gated call, of the call without a gate, and of PyTorch; the errors of out, dq, dgate and the second dq against fp64, over those of PyTorch
+gated call, of the call without a gate, and of PyTorch, each time the GPU's and behind it the host's; the errors of out, dq, dgate and the second dq against fp64, over those of PyTorch
 in the same dtype. The last rows: wide values in fp32 by products of whole heads, and by one kernel.
 """
 
@@ -54,13 +54,17 @@ def measured(f, n=7):
         torch.cuda.synchronize()
         n = max(1, min(n, int(0.15 / (time.perf_counter() - t))))
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
+        host = []
+        torch.cuda._sleep(40_000_000)  # about 20 ms, in which all launches are queued: events see the GPU alone
         marks[0].record()
         for mark in marks[1:]:
+            t = time.perf_counter()
             f()
+            host.append(1e3 * (time.perf_counter() - t))
             mark.record()
         torch.cuda.synchronize()
         times = sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:]))
-        return f"{times[len(times) // 2]:8.3f}"
+        return f"{times[len(times) // 2]:8.3f}/{sorted(host)[len(host) // 2]:.3f}"
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return "     oom"

@@ -61,7 +61,7 @@ def dq_kernel(
     dq_tile_of(
         inputs, None, dout, reference, delta, dq, dbias, i0, at, span,
         strides, dout_strides, dq_strides, dbias_strides, sizes, mod,
-        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, BIAS_GRADIENT, DBIAS_VECTOR, 0,
+        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, BIAS_GRADIENT, DBIAS_VECTOR, None, 0, 0,
     )  # fmt: skip
 
 
@@ -71,9 +71,9 @@ def dq_tile_of(
     strides, dout_strides, dq_strides, dbias_strides, sizes, mod,
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS_GRADIENT: tl.constexpr, DBIAS_VECTOR: tl.constexpr,
-    GATE_VECTOR: tl.constexpr,
+    dgate, GATE_VECTOR: tl.constexpr, DGATE_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The results of one query tile, stored. gate: as `gate_of` makes it."""
+    """The results of one query tile, stored. gate, dgate: as `gate_of` makes them."""
     i = i0 + tl.arange(0, BLOCK_M)
     row = span.start_q + i0
     rows_left = span.len_q - i0
@@ -117,7 +117,10 @@ def dq_tile_of(
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
-            dp = gated(drop(dp, keep, mod), gate, i, j, span, GATE_VECTOR, False)
+            dp = drop(dp, keep, mod)
+            if dgate is not None:
+                store_plane(dgate, i, j, span.len_k, p * dp, DGATE_VECTOR)
+            dp = gated(dp, gate, i, j, span, GATE_VECTOR, False)
             ds = p * (dp - row_delta[:, None])
             if BIAS_GRADIENT == STORE:
                 store_plane(dbias, i, j, span.len_k, of_addends(ds, slope, F), DBIAS_VECTOR)

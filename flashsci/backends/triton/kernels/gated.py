@@ -3,7 +3,8 @@
 Maths     as in forward.py, backward_queries.py and backward_keys.py, with g R in the place of dropout's R; delta = dO . O - dlse stays.
           dG = R P (dO V^T), summed over the heads and batch members that share the gate
 Grid      as there; that of the gate's gradient as in bias_gradient.py
-Tiles     as there; the tile of the gate streams. dG has a kernel of its own: 2 products a tile
+Tiles     as there; the tile of the gate streams. dG is stored by the kernel of dq if the gate has a number for each score; else it
+          has a kernel of its own: 2 products a tile
 Limits    as there
 """
 
@@ -64,20 +65,21 @@ def gated_forward_kernel(
 
 @kernel
 def gated_dq_kernel(
-    inputs, gate, dout, reference, delta, dq, dbias,
-    strides, gate_strides, dout_strides, dq_strides, dbias_strides, sizes, schedule, mod,
+    inputs, gate, dout, reference, delta, dq, dbias, dgate,
+    strides, gate_strides, dout_strides, dq_strides, dbias_strides, dgate_strides, sizes, schedule, mod,
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS_GRADIENT: tl.constexpr, DBIAS_VECTOR: tl.constexpr,
-    GATE_VECTOR: tl.constexpr,
+    GATE_VECTOR: tl.constexpr, DGATE_VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """As dq_kernel."""
+    """As dq_kernel; and dgate, which has a number for each score (None: it is not computed here)."""
     i0, at, span = query_tile(tl.program_id(0), inputs, sizes, schedule, mod, BLOCK_M, F.VARLEN, F.WINDOW >= 1)
     if i0 >= span.len_q:
         return
     dq_tile_of(
         inputs, gate_of(gate, gate_strides, at, span, GATE_VECTOR), dout, reference, delta, dq, dbias, i0, at, span,
         strides, dout_strides, dq_strides, dbias_strides, sizes, mod,
-        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, BIAS_GRADIENT, DBIAS_VECTOR, GATE_VECTOR,
+        F, D, V, FOLD, PRECISION, BLOCK_M, BLOCK_N, BIAS_GRADIENT, DBIAS_VECTOR,
+        gate_of(dgate, dgate_strides, at, span, DGATE_VECTOR), GATE_VECTOR, DGATE_VECTOR,
     )  # fmt: skip
 
 

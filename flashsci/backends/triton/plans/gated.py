@@ -13,8 +13,8 @@ from flashsci.backends.triton.kernels.gated import (
 from flashsci.backends.triton.kernels.gated_wide import gated_wide_backward_kernel, gated_wide_forward_kernel
 from flashsci.backends.triton.launcher import Launch
 from flashsci.backends.triton.plans.bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
-from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of, rows_of
-from flashsci.backends.triton.plans.strides import plane_strides, plane_vector, strides4, strides_of
+from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of, rows_like, rows_of
+from flashsci.backends.triton.plans.strides import NO_STRIDES, plane_strides, plane_vector, strides4, strides_of
 from flashsci.backends.triton.plans.wide import Wide
 from flashsci.call.gate_ops import NEED_GATE, Gate
 from flashsci.call.op_checks import declared, need
@@ -24,6 +24,7 @@ from flashsci.call.ops import (
     NEED_KEY_WEIGHT,
     NEED_Q,
     NEED_V,
+    Given,
     Saved,
     Scalars,
     Tensors,
@@ -52,6 +53,8 @@ class GatedLaunches:
         strides, vector = gate_layout(plan, shape, stride, itemsize)
         self.gate = {"gate_strides": strides, "GATE_VECTOR": vector}
         self.launches: dict[tuple, Launch] = {}
+        self.prepared: GatedForward | None = None
+        self.backwards: dict[int, GatedBackward] = {}  # by what they need
         self.wide = None if plan.wide is None else GatedWide(plan, self.gate)
 
     def forward(self, out) -> Launch:
@@ -62,8 +65,8 @@ class GatedLaunches:
             self.launches[key] = Launch(gated_forward_kernel, programs, arguments)
         return self.launches[key]
 
-    def dq(self, dout, dq, use: int, dbias) -> Launch:
-        key = "dq", dq is None, use
+    def dq(self, dout, dq, use: int, dbias, dgate) -> Launch:
+        key = "dq", dq is None, use, dgate is None
         if key not in self.launches:
             programs, arguments = self.plan.scheduled("dq", True)
             arguments.update(
@@ -71,11 +74,21 @@ class GatedLaunches:
                 dout_strides=strides4(dout.stride()),
                 dq_strides=strides_of(dq),
                 dbias_strides=self.plan.gradient_strides(dbias, use),
+                dgate_strides=NO_STRIDES if dgate is None else plane_strides(dgate.shape, dgate.stride(), False),
                 BIAS_GRADIENT=use,
                 DBIAS_VECTOR=self.plan.stored_vector(dbias, use),
+                DGATE_VECTOR=self.plan.gradient_vector(dgate),
             )
             self.launches[key] = Launch(gated_dq_kernel, programs, arguments)
         return self.launches[key]
+
+    def own_gradient(self, gate: Tensor) -> Tensor | None:
+        """Memory for the gradient of a gate with a number of its own for each score, which the kernel of dq stores; None: scores
+        share numbers."""
+        if self.shape != self.plan.score_shape:
+            return None
+        made = gate.new_zeros if self.plan.window else gate.new_empty  # tiles that no query sees are not written
+        return made(gate.shape)
 
     def dkdv(self, dout, dk, dv, column_sums: bool) -> Launch:
         key = "dkdv", dk is None, dv is None, column_sums
@@ -142,73 +155,125 @@ def check_gate(tensors: Tensors, gate: Tensor) -> None:
     declared(Gate, "pair_gate", gate, gate.shape, tensors.q)
 
 
+class GatedForward:
+    """A function that computes out, lse of tensors and a gate of one signature: it allocates memory for them and launches."""
+
+    def __init__(self, gates: GatedLaunches, tensors: Tensors):
+        q, _, v = tensors[:3]
+        out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
+        self.out, self.lse = (out.shape, out.stride()), q.shape[:-1]
+        self.dtype, self.device = q.dtype, q.device
+        self.wide = gates.wide
+        self.run = None if gates.plan.empty or gates.wide is not None else gates.forward(out)
+
+    def __call__(self, tensors: Given, gate: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
+        lse = torch.empty(self.lse, dtype=torch.float32, device=self.device)
+        if self.run is not None:
+            self.run(tuple(tensors), gate, out, lse)
+        elif self.wide is not None:
+            self.wide.forward(tuple(tensors), out, lse, (gate,))
+        else:
+            out.zero_(), lse.fill_(float("-inf"))
+        return out, lse
+
+
+def prepared_forward(tensors: Tensors, gate: Tensor, scalars: Scalars) -> GatedForward:
+    """The function for tensors that kernels read as they are, and a gate, with the signatures of these."""
+    checks.checked(tensors, scalars)
+    check_gate(tensors, gate)
+    gates = launches_of(tensors[:3], tensors, gate, scalars)
+    if gates.prepared is None:
+        gates.prepared = GatedForward(gates, tensors)
+    return gates.prepared
+
+
 def forward(tensors: Tensors, gate: Tensor, scalars: Scalars) -> tuple[Tensor, Tensor]:
     """out, lse."""
     tensors = checks.checked(tensors, scalars)
-    check_gate(tensors, gate)
-    q, _, v = tensors[:3]
-    out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    second = launches_of(tensors[:3], tensors, gate, scalars)
-    if second.plan.empty:
-        return out.zero_(), lse.fill_(float("-inf"))
-    if second.wide is not None:
-        second.wide.forward(tuple(tensors), out, lse, (gate,))
-    else:
-        second.forward(out)(tuple(tensors), gate, out, lse)
-    return out, lse
+    return prepared_forward(tensors, gate, scalars)(tensors, gate)
 
 
-def backward(dout, dlse, saved: Saved, gate: Tensor, wanted: int) -> tuple[Tensor, ...]:
-    """dq, dk, dv, dbias, dkey_weight, dpair_gate; those that `wanted` does not name are empty."""
-    tensors, out, lse, scalars = saved
-    tensors = checks.checked(tensors, scalars, (), (out, dout), (lse, dlse))
-    check_gate(tensors, gate)
-    q, k, v, bias, weight = tensors[:5]
-    dq, dk, dv = (
-        empty_like_layout(x, x.shape) if wanted & bit else None for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))
-    )
-    need_bias = bias is not None and bool(wanted & NEED_BIAS)
-    need_weight = weight is not None and bool(wanted & NEED_KEY_WEIGHT)
-    dbias = dweight = dgate = None
-    dout, out, lse = rows_of(dout, out), rows_of(out, out), lse.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
-    gates = launches_of((q, k, v, dout, out), tensors, gate, scalars)
-    p, inputs = gates.plan, tuple(tensors)
-    if p.empty:
-        dq, dk, dv = (None if x is None else x.zero_() for x in (dq, dk, dv))
-        dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format) if need_bias else None
-        dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
-        dgate = gate.new_zeros(gate.shape) if wanted & NEED_GATE else None
-    elif gates.wide is not None:
-        terms = gates.wide.scores(q) if wanted & NEED_GATE else None
-        dbias, dweight = gates.wide.backward(dout, dlse, inputs, out, lse, (dq, dk, dv), wanted, (gate,), (terms,))
-        dgate = None if terms is None else reduce_to(terms.view(p.score_shape), gate)
-    else:
-        use, dbias, sums, shared = bias_route(p, bias, lse) if need_bias else NO_ROUTE
-        weight_sums = p.weight_sums(q) if need_weight else None
+class GatedBackward:
+    """A function that computes dq, dk, dv, dbias, dkey_weight, dpair_gate of tensors and a gate of one signature, None where
+    `wanted` does not name them."""
+
+    def __init__(self, gates: GatedLaunches, tensors: Tensors, wanted: int):
+        q, k, v, bias, weight = tensors[:5]
+        self.gates, self.plan, self.wanted = gates, gates.plan, wanted
+        self.rows = [rows_like(x) if wanted & bit else None for x, bit in ((q, NEED_Q), (k, NEED_K), (v, NEED_V))]
+        self.need_bias = bias is not None and bool(wanted & NEED_BIAS)
+        self.need_weight = weight is not None and bool(wanted & NEED_KEY_WEIGHT)
+        self.need_gate = bool(wanted & NEED_GATE)
+        self.dtype, self.device = q.dtype, q.device
+
+    def __call__(self, dout, dlse, tensors: Given, gate: Tensor, out, lse) -> tuple[Tensor | None, ...]:
+        gates, p = self.gates, self.plan
+        q, _, _, bias, weight = tensors[:5]
+        dq, dk, dv = [
+            None if x is None else torch.empty_strided(*x, dtype=self.dtype, device=self.device) for x in self.rows
+        ]
+        if p.empty:
+            dq, dk, dv = (None if x is None else x.zero_() for x in (dq, dk, dv))
+            dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format) if self.need_bias else None
+            dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if self.need_weight else None
+            return dq, dk, dv, dbias, dweight, gate.new_zeros(gate.shape) if self.need_gate else None
+        dout, out, lse = rows_of(dout, out), rows_of(out, out), lse.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        inputs = tuple(tensors)
+        if gates.wide is not None:
+            terms = gates.wide.scores(q) if self.need_gate else None
+            rows = dq, dk, dv
+            dbias, dweight = gates.wide.backward(dout, dlse, inputs, out, lse, rows, self.wanted, (gate,), (terms,))
+            return *rows, dbias, dweight, None if terms is None else reduce_to(terms.view(p.score_shape), gate)
+        use, dbias, sums, shared = bias_route(p, bias, lse) if self.need_bias else NO_ROUTE
+        weight_sums = p.weight_sums(q) if self.need_weight else None
         reference, delta = torch.empty_like(lse), torch.empty_like(lse)
         p.delta()(dout, out, lse, dlse, reference, delta)
         common = (inputs, gate, dout, reference, delta)
-        if dq is not None or use:
-            gates.dq(dout, dq, use, dbias)(*common, dq, dbias)
+        dgate = gates.own_gradient(gate) if self.need_gate else None
+        if dq is not None or use or dgate is not None:
+            gates.dq(dout, dq, use, dbias, dgate)(*common, dq, dbias, dgate)
         if not (dk is dv is sums is weight_sums is None):
             gates.dkdv(dout, dk, dv, sums is not None)(*common, dk, dv, sums, weight_sums)
         if shared:
             run, splits = gates.pair_sums(dout, tuple(bias.shape), bias, False)
             dbias = bias_parts(p, bias, splits)
             run(*common, dbias)
-        dbias = bias_result(bias, use, dbias, sums, shared) if need_bias else None
-        dweight = None if weight_sums is None else reduce_to(weight_sums, weight)
-        if wanted & NEED_GATE:
+        if self.need_bias:
+            dbias = bias_result(bias, use, dbias, sums, shared)
+        if self.need_gate and dgate is None:
             dgate = gate_gradient(gates, gate, common)
-    found = (dq, dk, dv, dbias, dweight, dgate)
+        return dq, dk, dv, dbias, None if weight_sums is None else reduce_to(weight_sums, weight), dgate
+
+
+def prepared_backward(dout, dlse, saved: Saved, gate: Tensor, wanted: int):
+    """A function in the same way: from (dout, dlse, tensors, gate, out, lse) to the six gradients; None where `wanted` does not
+    name them."""
+    tensors, out, lse, scalars = saved
+    given = checks.checked(tensors, scalars, (), (out, dout), (lse, dlse))
+    check_gate(given, gate)
+    q, k, v = given[:3]
+    gates = launches_of((q, k, v, rows_of(dout, out), rows_of(out, out)), given, gate, scalars)
+    if wanted not in gates.backwards:
+        gates.backwards[wanted] = GatedBackward(gates, given, wanted)
+    run = gates.backwards[wanted]
+    if given is tensors:
+        return run
+    return lambda dout, dlse, tensors, gate, out, lse: run(dout, dlse, Tensors(*tensors).laid_out(), gate, out, lse)
+
+
+def backward(dout, dlse, saved: Saved, gate: Tensor, wanted: int) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dbias, dkey_weight, dpair_gate; those that `wanted` does not name are empty."""
+    tensors, out, lse, _ = saved
+    q, _, _, bias, weight = tensors[:5]
+    found = prepared_backward(dout, dlse, saved, gate, wanted)(dout, dlse, tensors, gate, out, lse)
     likes = (q, q, q, q if bias is None else bias, q if weight is None else weight, gate)
     return tuple(like.new_empty(0) if x is None else x for x, like in zip(found, likes, strict=True))
 
 
 def gate_gradient(gates: GatedLaunches, gate: Tensor, common: tuple) -> Tensor:
-    """The gradient of the gate, by a kernel of its own."""
+    """The gradient of a gate that scores share, by a kernel of its own."""
     shape, like = room_of(gates.plan, gate)
     run, splits = gates.pair_sums(common[2], shape, like, True)
     sums = sums_for(gate, shape, splits)
