@@ -1,3 +1,4 @@
+# ruff: noqa
 """What a GPU says of the cells and the case that differ from a CPU: python reports/pending/diag.py [case] [cells] [ops]"""
 import sys, json, traceback, time
 from dataclasses import replace
