@@ -12,7 +12,7 @@ from torch import Tensor
 from flashsci.api import varlen
 from flashsci.call import arguments, maps, packed_maps, transforms
 from flashsci.call.kinds import Packed, Role, fields
-from flashsci.call.map_ops import MapCall
+from flashsci.call.map_ops import MAX_TOP, MapCall
 from flashsci.call.map_tensors import MapTensors
 from flashsci.call.maps import ALL, Reductions, Selection
 from flashsci.call.ops import Scalars, Tensors
@@ -131,7 +131,7 @@ def attention_statistics(
             ``log key_weight``. ``.amax((0, -1))`` of it is the largest logit of each head, as QK-Clip wants it.
         key_sum: the sum of P over the queries; divided by Sq it is their mean.
         top_k: how many of the largest probabilities of each row, with their keys; 0: none. Equal probabilities come in any order.
-            A packed sequence with fewer keys has zeros after them, of key -1.
+            A packed sequence with fewer keys has zeros after them, of key -1. Triton's kernels find up to 64.
         bias, key_weight, mask, alibi_slopes, causal, window, align, scale, softcap, softcap_at: as for
             :func:`attention_weights`.
 
@@ -171,8 +171,7 @@ def attention_statistics(
 def _by_kernels(
     tensors: MapTensors, bias_offsets: Tensor | None, scalars: Scalars, wanted: Reductions
 ) -> list[Tensor] | None:
-    """Entropy, largest score and sum over queries by Triton's kernels, for calls without derivatives; None: they do not
-    serve the call."""
+    """The reductions by Triton's kernels, for calls without derivatives; None: they do not serve the call."""
     q = tensors.q
     if not wanted.reduces() or transforms.needs_grad(*tensors):
         return None
@@ -190,11 +189,12 @@ def fused(tensors: MapTensors, bias_offsets: Tensor | None, scalars: Scalars, wa
     if tensors.cu_seqlens_q is None:
         given = aligned(given, tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])))
     asked = wanted.entropy, wanted.largest_score, wanted.key_sum
-    call = MapCall.of(given, lse.reshape(given.q.shape[:-1]), scalars, asked)
-    shapes = lse.shape, lse.shape, (*lse.shape[:-1], k.shape[-2])
+    call = MapCall.of(given, lse.reshape(given.q.shape[:-1]), scalars, asked, wanted.top_k)
+    top = *lse.shape, wanted.top_k
+    shapes = lse.shape, lse.shape, (*lse.shape[:-1], k.shape[-2]), top, top
     count_flops()
     found = torch.ops.flashsci.triton_map_statistics.default(*call)
-    return [x.reshape(s) for x, s, need in zip(found, shapes, asked, strict=True) if need]
+    return [x.reshape(s) for x, s, need in zip(found, shapes, call.wanted, strict=True) if need]
 
 
 def _map(
@@ -228,11 +228,12 @@ def _map(
     else:
         tensors, bias_offsets = _packed(tensors, options)
         compute = functools.partial(_by_sequences, tensors, bias_offsets, rows, columns, scalars)
-    first = _by_kernels(tensors, bias_offsets, scalars, wanted)
+    of_kernels = wanted if wanted.top_k <= MAX_TOP else wanted._replace(top_k=0)
+    first = _by_kernels(tensors, bias_offsets, scalars, of_kernels)
     if first is not None:
-        wanted = Reductions(top_k=wanted.top_k)
-        if not wanted.top_k:
+        if of_kernels is wanted:
             return tuple(first)
+        wanted = Reductions(top_k=wanted.top_k)
     with torch.autocast(kind, enabled=False):
         return (*(first or ()), *compute(wanted))
 

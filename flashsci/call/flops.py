@@ -103,13 +103,14 @@ def _formula_of(
 
 
 def _formula_of_maps(op: Any) -> Callable[..., int]:
-    """The formula of the reductions of a map: a product for those of rows, and one for those of keys."""
+    """The formula of the reductions of a map: a product for numbers of rows, one for those of keys, and one for the largest."""
     names = [argument.name for argument in op.default._schema.arguments]
 
     def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
         given = dict(zip(names, arguments, strict=False)) | named
         given |= {"max_seqlen_q": given["q"].shape[-2], "max_seqlen_k": given["k"].shape[-2]}
         products = int(given["entropy"] or given["largest_score"]) + int(given["key_sum"])
+        products += int(given["top_k"] > 0)
         return int(2 * _pairs(given) * products * given["q"].shape[-1])
 
     count._get_raw = True  # type: ignore[attr-defined]  # takes tensors, not shapes

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from flashsci.call import kinds, ops
+from flashsci.call.op_checks import need
 from flashsci.call.schemas import arguments, define_op
 
 MAX_HEAD_DIM = 256  # of kernels: wider heads would spill
+MAX_TOP = 64  # of the probabilities of a row that a kernel finds
 
 
 class MapCall(NamedTuple):
@@ -41,14 +43,18 @@ class MapCall(NamedTuple):
     entropy: bool
     largest_score: bool
     key_sum: bool
+    top_k: int
 
     @classmethod
-    def of(cls, tensors: ops.Tensors, lse: Tensor, scalars: ops.Scalars, wanted: tuple[bool, bool, bool]) -> MapCall:
+    def of(
+        cls, tensors: ops.Tensors, lse: Tensor, scalars: ops.Scalars, wanted: tuple[bool, bool, bool], top_k: int = 0
+    ) -> MapCall:
         """The call with these tensors, of which v is not read."""
         return cls(
             tensors.q, tensors.k, lse, tensors.bias, tensors.key_weight, tensors.mask, tensors.cu_seqlens_q,
             tensors.cu_seqlens_k, tensors.bias_offsets, tensors.alibi_slopes, scalars.scale, scalars.softcap,
             scalars.window_left, scalars.window_right, scalars.lower_right, scalars.precision, scalars.caps_bias, *wanted,
+            top_k,
         )  # fmt: skip
 
     @property
@@ -67,20 +73,34 @@ class MapCall(NamedTuple):
         )
 
     @property
-    def wanted(self) -> tuple[bool, bool, bool]:
-        return self.entropy, self.largest_score, self.key_sum
+    def wanted(self) -> tuple[bool, bool, bool, bool, bool]:
+        """Of each result, whether it is wanted."""
+        top = self.top_k != 0
+        return self.entropy, self.largest_score, self.key_sum, top, top
 
 
-SCHEMA = f"({arguments(MapCall)}) -> (Tensor entropy, Tensor largest_score, Tensor key_sum)"
+RESULTS = ("entropy", "largest_score", "key_sum", "top_values", "top_indices")
+SCHEMA = f"({arguments(MapCall)}) -> ({', '.join(f'Tensor {name}' for name in RESULTS)})"
 
 
 def empty_results(call: MapCall) -> tuple[Tensor, ...]:
-    """Empty tensors for entropy, largest score and sum over queries, fp32; without elements where not wanted."""
-    shapes = call.q.shape[:-1], call.q.shape[:-1], (*call.q.shape[:-2], call.k.shape[-2])
+    """Empty tensors for :data:`RESULTS`, fp32 but for int64 keys; without elements where not wanted.
+
+    Raises:
+        ValueError: a ``top_k`` that the kernels do not have.
+    """
+    need(
+        0 <= call.top_k <= MAX_TOP,
+        f"the kernels of maps find top_k from 0 to {MAX_TOP}, got {call.top_k}; use_backend('reference') has no limit",
+    )
+    rows = call.q.shape[:-1]
+    top = *rows, call.top_k
+    shapes = rows, rows, (*call.q.shape[:-2], call.k.shape[-2]), top, top
+    dtypes = *(torch.float32,) * 4, torch.int64
     return tuple(
         [
-            call.q.new_empty(shape if wanted else (0,), dtype=torch.float32)
-            for shape, wanted in zip(shapes, call.wanted, strict=True)
+            call.q.new_empty(shape if wanted else (0,), dtype=dtype)
+            for shape, dtype, wanted in zip(shapes, dtypes, call.wanted, strict=True)
         ]
     )
 

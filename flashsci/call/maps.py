@@ -44,8 +44,8 @@ class Reductions(NamedTuple):
     top_k: int = 0
 
     def reduces(self) -> bool:
-        """Whether a result is wanted that is a number for each row or key."""
-        return self.entropy or self.largest_score or self.key_sum
+        """Whether a result is wanted that is numbers for each row or key."""
+        return self.entropy or self.largest_score or self.key_sum or self.top_k > 0
 
     def joins(self) -> tuple[int | None, ...]:
         """For each result the dim along which blocks of rows are joined; None: they are summed."""

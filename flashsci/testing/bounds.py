@@ -43,7 +43,7 @@ from flashsci.testing.tolerance import (
     SUM_ROUNDINGS,
 )
 
-REDUCTIONS = ("entropy", "largest_score", "key_sum")  # of an attention map
+REDUCTIONS = ("entropy", "largest_score", "key_sum", "top_values", "top_indices")  # of an attention map
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dkey_weight", "dpair_gate", "dsink", "dalibi_slopes")
 TENSORS = ("out", "lse", "scores", *GRADIENTS, *SECOND_ORDER, *REDUCTIONS)
 SUMMED = ("dsink", "gsink", "dalibi_slopes")  # summed over packed sequences

@@ -10,13 +10,15 @@ Tensor cores add products of subnormal numbers of float16 as if those were the s
 score may be off by as much as sums of that size.
 
 An entropy and a sum of P may differ by the sum of these over their row or column, and by 16 roundings of the sum itself.
+The n-th largest P' of a row lies between the n-th largest of its lower limits and that of its upper ones; and so does, with its own
+error, the P of its key.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ from flashsci.testing.formula_scores import Heads, Scores
 from flashsci.testing.making import make_inputs
 from flashsci.testing.tolerance import FLOOR_ROUNDINGS, ROUNDINGS
 
+_FLAGS = REDUCTIONS[:3]
+TOPS = 1, 5, 20, 64  # probabilities of each row that a call asks for, by its number of queries
 _SHAPING = ("causal", "window", "align", "scale", "softcap", "softcap_at")
 _UNIT = torch.finfo(torch.float32).eps / 2
 _SUBNORMAL = 2.0**-149
@@ -44,6 +48,8 @@ class MapInputs:
         q = self.given.q
         shape = (q.shape[1], q.shape[0]) if self.given.varlen else q.shape[:-1]
         self.lse = torch.full(shape, -torch.inf, device=q.device)
+        most = TOPS[-1] if self.given.varlen else self.given.k.shape[-2]
+        self.top_k = min(TOPS[shape[-1] % len(TOPS)], most)
         for block, scores in self.scores():
             # Without a weight above zero a row has the lse of its sink, if there is one.
             exact = torch.where(scores.unseen, -torch.inf, torch.where(scores.empty, scores.top, scores.lse))
@@ -67,13 +73,13 @@ class MapInputs:
         x = self.given
         options: dict[str, Any] = {n: value for n, value in x.options.items() if n in _SHAPING}
         names = ("bias", "key_weight", "mask", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
-        options |= {n: getattr(x, n) for n in names} | dict.fromkeys(REDUCTIONS, True)
+        options |= {n: getattr(x, n) for n in names} | dict.fromkeys(_FLAGS, True)
         with flashsci.use_backend(backend), torch.no_grad():
             place = x.q.device.type, x.q.device.index
             if backend == "triton" and decide_map(*place, x.q.dtype, x.q.shape[-1]).forward == PARTS:
                 raise BackendError("flashsci: Triton has no kernels for this map; use 'reference'")
-            found = flashsci.attention_statistics(x.q, x.k, self.lse, **options)
-        return {n: getattr(found, n) for n in REDUCTIONS}
+            found = flashsci.attention_statistics(x.q, x.k, self.lse, top_k=self.top_k, **options)
+        return {n: getattr(found, n) for n in (REDUCTIONS if self.top_k else _FLAGS)}
 
 
 def _within(found: Tensor, exact: Tensor, allowed: Tensor) -> tuple[float, float]:
@@ -93,7 +99,38 @@ def _at_least(least: float, x: Tensor) -> Tensor:
     return torch.where(x == 0, 0.0, x.abs().clamp(min=least))
 
 
-def _expected(block: Block, s: Scores, lse: Tensor, least: float) -> dict[str, tuple[Tensor, Tensor]]:
+class Top(NamedTuple):
+    """The largest P of each row of a block, [..., rows, top_k], and their limits, zero beyond its keys."""
+
+    exact: Tensor
+    low: Tensor
+    high: Tensor
+    p: Tensor  # [..., rows, keys]
+    moved: Tensor  # the error of each
+
+    @classmethod
+    def of(cls, p: Tensor, moved: Tensor, count: int) -> Top:
+        beyond = (0, max(0, count - p.shape[-1]))
+        every = p, (p - moved).clamp(min=0), p + moved
+        exact, low, high = (torch.nn.functional.pad(x, beyond).topk(count, -1).values for x in every)
+        return cls(exact, low, high, p, moved)
+
+    def problem(self, keys: Tensor) -> str | None:
+        """The fault of the keys that a call names."""
+        there = min(keys.shape[-1], self.p.shape[-1])
+        if (keys[..., there:] != -1).any():
+            return "a key beyond those of its sequence"
+        keys = keys[..., :there]
+        if ((keys < 0) | (keys >= self.p.shape[-1])).any() or (keys.sort(-1).values.diff(dim=-1) == 0).any():
+            return "keys that are not different ones of their sequence"
+        p, moved = self.p.gather(-1, keys), self.moved.gather(-1, keys)
+        wrong = (p + moved < self.low[..., :there]) | (p - moved > self.high[..., :there])
+        return "a key of another probability" if wrong.any() else None
+
+
+def _expected(
+    block: Block, s: Scores, lse: Tensor, least: float, top_k: int
+) -> tuple[dict[str, tuple[Tensor, Tensor]], Top]:
     """(exact result, its limit) of each reduction of a block. ``least``: the smallest normal number of q's dtype."""
     zero = s.raw.new_zeros(())
     lse = block.slot("lse", lse).double().unsqueeze(-1)
@@ -120,11 +157,14 @@ def _expected(block: Block, s: Scores, lse: Tensor, least: float) -> dict[str, t
         largest, high, low = (x.amax(-1) for x in (largest, high, low))
     else:
         largest = high = low = largest.new_full(largest.shape[:-1], -torch.inf)
-    return {
+    top = Top.of(p, moved, top_k)
+    limits = {
         "entropy": (entropy, bits.sum(-1) + rounded * (entropy + bits.sum(-1))),
         "largest_score": (largest, torch.maximum(high - largest, largest - low)),
         "key_sum": (key_sum, moved.sum(-2) + rounded * (key_sum + moved.sum(-2))),
+        "top_values": (top.exact, torch.maximum(top.high - top.exact, top.exact - top.low)),
     }
+    return limits, top
 
 
 class MapJudge:
@@ -133,21 +173,29 @@ class MapJudge:
     def __init__(self, inputs: MapInputs) -> None:
         self.inputs = inputs
         least = torch.finfo(inputs.given.q.dtype).tiny
-        self.expected = [(block, _expected(block, s, inputs.lse, least)) for block, s in inputs.scores()]
+        lse, top_k = inputs.lse, inputs.top_k
+        self.expected = [(block, *_expected(block, s, lse, least, top_k)) for block, s in inputs.scores()]
 
     def findings(self, results: dict[str, Tensor]) -> list[Finding]:
         """One finding for each reduction; its ratios are those of the worst element."""
-        return [self._finding(name, results[name]) for name in REDUCTIONS]
+        return [self._finding(name, x) for name, x in results.items()]
 
     def _finding(self, name: str, whole: Tensor) -> Finding:
         q, k, varlen = self.inputs.given.q, self.inputs.given.k, self.inputs.given.varlen
         shape = tuple(self.inputs.lse.shape)
         if name == "key_sum":
             shape = (*shape[:-1], k.shape[0] if varlen else k.shape[-2])
-        if tuple(whole.shape) != shape or whole.dtype != torch.float32:
-            return Finding(name, problem=f"{name} is {whole.dtype} {list(whole.shape)}, not float32 {list(shape)}")
+        if name.startswith("top_"):
+            shape = (*shape, self.inputs.top_k)
+        dtype = torch.int64 if name == "top_indices" else torch.float32
+        if tuple(whole.shape) != shape or whole.dtype != dtype:
+            return Finding(name, problem=f"{name} is {whole.dtype} {list(whole.shape)}, not {dtype} {list(shape)}")
+        if name == "top_indices":
+            places = [(top, block.slot("lse", whole).to(q.device)) for block, _, top in self.expected]
+            faults = [top.problem(keys.reshape(top.exact.shape)) for top, keys in places]
+            return Finding(name, problem=next((f"{name}: {fault}" for fault in faults if fault), None))
         error = allowed = 0.0
-        for block, expected in self.expected:
+        for block, expected, _ in self.expected:
             part = block.slot("dkey_weight" if name == "key_sum" else "lse", whole).to(q.device).double()
             pair = _within(part.reshape(expected[name][0].shape), *expected[name])
             if pair[0] * max(allowed, 1e-300) >= error * max(pair[1], 1e-300):

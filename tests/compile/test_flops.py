@@ -177,13 +177,16 @@ def test_every_op_that_multiplies_has_a_formula():
 
 
 @pytest.mark.parametrize(
-    ("asked", "products"), [(("entropy", "largest_score"), 1), (("key_sum",), 1), (("entropy", "key_sum"), 2)]
+    ("asked", "products"),
+    [(("entropy", "largest_score"), 1), (("key_sum",), 1), (("entropy", "key_sum"), 2), (("entropy", "top_k"), 2)],
 )
 def test_reductions_of_a_map(asked, products):
-    """A product over the head dim for those of rows, and another for those of keys, inside the window."""
+    """A product over the head dim for numbers of rows, one for those of keys and one for the largest, inside the window."""
     q, k, lse = torch.randn(2, 4, 20, 16), torch.randn(2, 2, 20, 16), torch.randn(2, 4, 20) + 9
     with flashsci.use_backend("triton"), FlopCounterMode(display=False) as counter:
-        flashsci.attention_statistics(q, k, lse, causal=True, **dict.fromkeys(asked, True))
+        flashsci.attention_statistics(
+            q, k, lse, causal=True, **{name: 3 if name == "top_k" else True for name in asked}
+        )
     assert counter.get_total_flops() == 2 * products * 16 * (2 * 4 * 20 * 21 // 2)
 
 

@@ -57,6 +57,31 @@ def test_packed(dtype, pattern):
     near(found, exact, plain, size_of(scores_of(q.transpose(0, 1), k.transpose(0, 1))))
 
 
+@pytest.mark.parametrize("count", [1, 2, 8, 20, 64])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["none", "causal", "window", "bias", "mask", "weights", "few queries"])
+def test_the_largest_and_their_keys(name, dtype, dim, count):
+    """Values of torch.topk, and different keys that have them."""
+    rows, keys = 20 if name == "few queries" else 333, 451
+    q = torch.randn(2, 4, rows, dim, device="cuda", dtype=dtype)
+    k = torch.randn(2, 2, keys, dim, device="cuda", dtype=dtype)
+    options = {
+        "causal": dict(causal=True), "window": dict(window=(70, 9)), "bias": dict(bias=torch.randn(2, 4, rows, keys, device="cuda", dtype=dtype)),
+        "mask": dict(mask=torch.rand(rows, keys, device="cuda") > 0.9), "weights": dict(key_weight=torch.rand(2, 2, keys, device="cuda").to(dtype)),
+    }.get(name, {})  # fmt: skip
+    wide = {n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in options.items()}
+    _, lse = flashsci.attention(q.double(), k.double(), k.double(), return_lse=True, backend="reference", **wide)
+    exact = flashsci.attention_weights(q.double(), k.double(), lse, **wide)
+    plain = flashsci.attention_weights(q, k, lse.float(), **options)
+    found = flashsci.attention_statistics(q, k, lse.float(), top_k=count, **options)
+    values, places = found.top_values, found.top_indices
+    size = size_of(scores_of(q, k)) + 5
+    due = (exact.topk(count, -1).values, exact.gather(-1, places))
+    near((values, values), due, (plain.topk(count, -1).values, plain.gather(-1, places)), size)
+    assert (values.diff(dim=-1) <= 0).all() and (places.sort(-1).values.diff(dim=-1) > 0).all()
+
+
 @pytest.mark.parametrize("packs", [False, True], ids=["dense", "packed"])
 def test_captured_in_a_graph(packs):
     """A graph of the reductions gives other results for other numbers in the same memory."""
@@ -66,7 +91,7 @@ def test_captured_in_a_graph(packs):
     lse = torch.full((4, 100), 9.0, device="cuda")
 
     def call():
-        return flashsci.attention_statistics(q, k, lse, entropy=True, largest_score=True, key_sum=True, **edges)[:3]
+        return flashsci.attention_statistics(q, k, lse, **EVERYTHING, **edges)
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -83,7 +108,7 @@ def test_compiled_by_the_kernels():
     lse = torch.full((1, 4, 100), 9.0, device="cuda")
 
     def call(q, k, lse):
-        return flashsci.attention_statistics(q, k, lse, entropy=True, largest_score=True, key_sum=True)[:3]
+        return flashsci.attention_statistics(q, k, lse, **EVERYTHING)
 
     for x, y in zip(torch.compile(call, fullgraph=True)(q, k, lse), call(q, k, lse), strict=True):
         assert torch.equal(x, y)
@@ -94,5 +119,5 @@ def test_reductions_hold_no_tensor_of_all_pairs():
     _, lse = flashsci.attention(q, k, k, return_lse=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    flashsci.attention_statistics(q, k, lse, entropy=True, largest_score=True, key_sum=True)
-    assert torch.cuda.max_memory_allocated() - before < 1 << 22
+    flashsci.attention_statistics(q, k, lse, **EVERYTHING)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 23

@@ -318,11 +318,11 @@ def in_order(op: str, given: Arguments) -> Arguments:
 
 
 def map_of(base: Callable[[str], Arguments], label: str, device: str) -> Arguments:
-    """The reductions of a map: all three, or the sum over queries alone."""
+    """The reductions of a map: all of them, or the sum over queries alone."""
     given = base(device)
     with_results(given)
     rows = label != "sums"
-    given |= {"entropy": rows, "largest_score": rows, "key_sum": True}
+    given |= {"entropy": rows, "largest_score": rows, "key_sum": True, "top_k": 3 * rows}
     return in_order("triton_map_statistics", given)
 
 
@@ -334,7 +334,7 @@ def map_results(given: Arguments) -> None:
 
 
 def reductions_of(given: Arguments, dtype: torch.dtype) -> Results:
-    """Entropy, largest score and sum over queries by the formula, each sequence of a packed call by itself."""
+    """The reductions by the formula, each sequence of a packed call by itself."""
     if given["cu_seqlens_q"] is None:
         found = _reductions(given, dtype)
     else:
@@ -347,12 +347,12 @@ def reductions_of(given: Arguments, dtype: torch.dtype) -> Results:
             bias = given["bias"][:, start : start + lengths[0] * lengths[1]].unflatten(-1, lengths)
             part = {"q": given["q"][:, rows], "k": given["k"][:, keys], "lse": given["lse"][:, rows], "bias": bias}
             parts.append(_reductions(given | part, dtype))
-        found = tuple(torch.cat(x, -1) for x in zip(*parts, strict=True))
-    asked = given["entropy"], given["largest_score"], given["key_sum"]
+        found = tuple(torch.cat(x, dim) for dim, *x in zip((-1, -1, -1, -2, -2), *parts, strict=True))
+    asked = given["entropy"], given["largest_score"], given["key_sum"], given["top_k"], given["top_k"]
     return tuple(x if need else None for x, need in zip(found, asked, strict=True))
 
 
-def _reductions(given: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _reductions(given: Arguments, dtype: torch.dtype) -> tuple[Tensor, ...]:
     q, k, lse = (given[n].to(dtype) for n in ("q", "k", "lse"))
     group = q.shape[-3] // k.shape[-3]
     s = q @ k.repeat_interleave(group, -3).mT * given["scale"]
@@ -375,7 +375,10 @@ def _reductions(given: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     if given["key_weight"] is not None:
         weights = given["key_weight"].to(dtype).expand(*k.shape[:-1])
         p = p * weights.repeat_interleave(group, -2).unsqueeze(-2)
-    return torch.special.entr(p).sum(-1), s.amax(-1), p.sum(-2)
+    # Equal probabilities in the order of their keys; fewer keys than asked for are followed by zeros of key -1.
+    values, places = torch.nn.functional.pad(p, (0, given["top_k"])).sort(dim=-1, descending=True, stable=True)
+    top = values[..., : given["top_k"]], places.masked_fill(places >= keys, -1)[..., : given["top_k"]]
+    return torch.special.entr(p).sum(-1), s.amax(-1), p.sum(-2), *top
 
 
 def _exp(s: Tensor, lse: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 kernels/ holds one file for each idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq),
 backward_keys.py (dk, dv), backward_small*.py, bias_gradient.py, copy_bias.py, copy_rows.py; for the second order jvp.py, many_jvp.py, second_jvp.py
 and double_backward_*.py; for wide heads, whose scores are held in memory, wide_*.py; paged.py and paged_cache.py for paged KV
-caches; fp8.py for 8-bit floats; gated.py and gated_second_order.py for a gate of pairs; mask_tiles.py for the tables of tiles of a mask; map_rows.py
-and map_keys.py for attention maps; laplacian.py for the forward Laplacian.
+caches; fp8.py for 8-bit floats; gated.py and gated_second_order.py for a gate of pairs; mask_tiles.py for the tables of tiles of a mask;
+map_rows.py, map_keys.py and map_top.py for attention maps; laplacian.py for the forward Laplacian.
 They share groups.py (groups of arguments), coord.py (the place where a program works), chunks.py (tiles of rows), scores.py,
 tiles.py, dropout.py and tangents.py.
 
