@@ -54,7 +54,7 @@ CALLS = {  # tensors, options, the kernels of the call and of its gradients
     "inner heads": (PAIRS, {"bias": inner_heads(2, 384, 16, 384, torch.float32), "backend": "cuda"}, "sm90/pair", "sm90/pair"),
     "a bias that is copied": (DENSE, {"bias": inner_heads(2, 1024, 16, 1024), "backend": "cuda"}, "sm90/fwd", "sm90/bwd"),
     "rows of a bias off 16 bytes": (DENSE, {"bias": torch.empty(2, 16, 1024, 1025, dtype=torch.bfloat16)[..., 1:], "backend": "cuda"}, "sm90/fwd", "sm90/bwd"),
-    "rows of fp32 off 16 bytes": (DENSE, {"bias": torch.empty(2, 16, 1024, 1025)[..., 1:], "backend": "cuda"}, "sm80/fwd", None),
+    "rows of fp32 off 16 bytes": (DENSE, {"bias": torch.empty(2, 16, 1024, 1025)[..., 1:], "backend": "cuda"}, "sm90/fwd", "sm90/bwd"),
     "key weights": (rows(8, 4, 20, 16, dtype=torch.float32), {"key_weight": torch.empty(20), "precision": "tf32x3", "backend": "cuda"}, "sm80/small", "sm80/small"),
     "from triton": (DENSE, {"dropout_p": 0.1, "backend": "triton"}, None, None),
 }  # fmt: skip
