@@ -71,7 +71,9 @@ def test_calls_that_are_left_as_they_are():
     shared = made("shared by all", 1023, 64)
     assert kept(shared._replace(bias=shared.bias.expand(16, 8, 1023, 1023))), "a copy would hold every repetition"
     assert kept(shared._replace(bias=shared.bias[:, :, :1])), "one row for all queries"
-    assert kept(shared._replace(bias=shared.bias.float())), "32 bits"
+    assert not kept(shared._replace(bias=shared.bias.float()))
+    singles = {n: getattr(shared, n).float() for n in ("q", "k", "v", "bias")}
+    assert kept(shared._replace(**singles)), "32 bits"
     offsets = empty(3, dtype=torch.int32)
     assert kept(shared._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)), "packed"
 
