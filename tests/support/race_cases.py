@@ -525,9 +525,10 @@ def _older_backward(instance: Instance) -> Iterator[Call]:
 
 def _weighted(instance: Instance) -> Iterator[Call]:
     """Key weights, of which both kernels are part of every call with their gradient."""
-    call = Call(instance.generation, instance.dtype, 64, 64, bias="weights", bias_fp32=True)
-    yield call
-    yield replace(call, dtype="bfloat16", mask="keys", softcap=True)
+    if instance.variant in ("log weights", "weight gradient"):
+        call = Call(instance.generation, instance.dtype, 64, 64, bias="weights", bias_fp32=True)
+        yield call
+        yield replace(call, mask="keys", softcap=True)
 
 
 def _dropping(instance: Instance) -> Iterator[Call]:
