@@ -3,6 +3,8 @@
 #   FLASHSCI_CODE_SM75   csrc/sm75: SASS 75 and PTX 75 (when 75 is asked for)
 #   FLASHSCI_CODE_SM90   csrc/sm90: SASS 90a alone (when 90 is asked for): its instructions have no successor
 #   FLASHSCI_CODE_SM80   csrc/sm80: SASS of every arch >= 80 asked for, and PTX 80 for everything newer
+#
+# flashsci_code_of gives those of one unit, for which cmake/left_out.txt may leave some out.
 
 # -DFA_ARCHS=... wins over the environment; neither: the GPUs found; no GPU: all. (FA_ARCHS=none: CMakeLists.txt.)
 set(FA_ARCHS "$ENV{FA_ARCHS}" CACHE STRING "Compute capabilities to compile for, such as 75,80,90")
@@ -57,6 +59,29 @@ endforeach()
 if(FLASHSCI_CODE_SM80)
   set(FLASHSCI_CODE_SM80 "-gencode=arch=compute_80,code=[compute_80${FLASHSCI_CODE_SM80}]")
 endif()
+
+
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS cmake/left_out.txt)
+file(STRINGS cmake/left_out.txt FLASHSCI_LEFT_OUT REGEX "^[^#]")
+# unit: such as sm80/dropout/fp16.cu.
+function(flashsci_code_of unit result)
+  string(REGEX MATCH "^sm[0-9]+" generation "${unit}")
+  string(TOUPPER "${generation}" generation)
+  set(code "${FLASHSCI_CODE_${generation}}")
+  foreach(line IN LISTS FLASHSCI_LEFT_OUT)
+    string(REPLACE " " ";" arches "${line}")
+    list(POP_FRONT arches folder)
+    if(NOT unit MATCHES "^${folder}/")
+      continue()
+    endif()
+    foreach(arch IN LISTS arches)
+      if(code MATCHES ",sm_([0-9]+).*,sm_${arch}[],]") # the first is the smallest
+        string(REGEX REPLACE ",sm_${arch}([],])" "\\1" code "${code}")
+      endif()
+    endforeach()
+  endforeach()
+  set(${result} "${code}" PARENT_SCOPE)
+endfunction()
 
 if(FA_TILE_PRESET STREQUAL "")
   set(FLASHSCI_TILE_PRESET "")

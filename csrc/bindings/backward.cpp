@@ -84,13 +84,15 @@ Tensor empty_bias_gradient(const Tensor& bias, const Call& call) {
 cudaError_t launch(const Backward& prepared, FlashsciBackwardParams p, void* stream) {
   p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v, p.out, p.dout);
   const auto launch_on = [&](const Kernels& kernels) -> int {
-    if (kernels.backward == nullptr) return cudaErrorNotSupported;
+    if (prepared.drops() ? kernels.backward_dropping == nullptr : kernels.backward == nullptr)
+      return cudaErrorNotSupported;
     // Only kernels of csrc/sm90/pair write it in another order than row-major.
     if (p.dbias != nullptr && p.dbias_strides.column > 1 && kernels.takes_pairs == nullptr)
       return cudaErrorNotSupported;
     const int64_t bytes[] = {kernels.workspace(&p)};
     Tensor workspace = empty_contiguous(1, bytes, dtypes().byte, p.device);
     p.workspace = workspace.mutable_data_ptr();
+    if (prepared.drops()) return kernels.backward_dropping(&p, &prepared.dropout, stream);
     return kernels.backward(&p, stream);
   };
   if (prepared.generation == 0 && is_short(p)) {
@@ -109,9 +111,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     const std::optional<Tensor>& cu_seqlens_k, const Tensor& out, const Tensor& lse,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
-    int64_t need, bool weighted, bool slopes) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale,    softcap, window_left, window_right,
-                        lower_right,  tf32,         weighted, slopes,  generation};
+    int64_t need, bool weighted, bool slopes, const std::optional<Tensor>& dropout_seed,
+    double dropout_p) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale,         softcap,  window_left,
+                        window_right, lower_right,  tf32,          weighted, slopes,
+                        generation,   false,        &dropout_seed, dropout_p};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;
@@ -179,11 +183,13 @@ std::string cuda_backward_kernels(
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
     int64_t need, bool weighted, int64_t capability, int64_t processors, int64_t shared_per_sm,
-    int64_t shared_per_block, bool slopes) {
+    int64_t shared_per_block, bool slopes, const std::optional<Tensor>& dropout_seed,
+    double dropout_p) {
   return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
     cuda_backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, out, lse,
                   max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
-                  lower_right, tf32, deterministic, generation, need, weighted, slopes);
+                  lower_right, tf32, deterministic, generation, need, weighted, slopes,
+                  dropout_seed, dropout_p);
   });
 }
 

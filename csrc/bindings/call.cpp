@@ -49,6 +49,22 @@ void check_slopes(const Tensor& slopes, const Call& call) {
                    " do not broadcast to the heads of ", call.shapes());
 }
 
+// Weights of keys: each dim 1 or that of [B0, B1, Hk, 1, Sk].
+void check_weights(const Tensor& weights, const Call& call) {
+  FLASHSCI_CHECK(is_on(weights, call.device), "key_weight must be on the device of q");
+  FLASHSCI_CHECK(!call.cu_seqlens_q.has_value(), "packed calls take no key_weight");
+  FLASHSCI_CHECK(dtype_of(weights) == dtypes().single, "key weights must be float32");
+  FLASHSCI_CHECK(weights.dim() == call.q.dim() && weights.size(call.q.dim() - 2) == 1,
+                 "key weights must be [*, Hk or 1, 1, Sk], in the place of a bias, got ",
+                 shape_of(weights), " beside ", call.shapes());
+  const View view(weights);
+  const int64_t sizes[kMaxRank] = {call.q_view.size[0], call.q_view.size[1], call.k_view.size[2], 1,
+                                   call.k_view.size[3]};
+  for (int i = 0; i < kMaxRank; ++i)
+    FLASHSCI_CHECK(view.size[i] == 1 || view.size[i] == sizes[i], "key weights ", shape_of(weights),
+                   " do not broadcast to the keys of ", call.shapes());
+}
+
 const Tensor& given(const Tensor& x, const char* name) {
   check_given(x, name);
   return x;
@@ -125,24 +141,39 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
   }
   FLASHSCI_CHECK(!(options.slopes && (options.weighted || !bias.has_value())),
                  "alibi_slopes stand in the place of a bias, without key weights");
+  FLASHSCI_CHECK(!options.weighted || bias.has_value(),
+                 "key weights must be [*, Hk or 1, 1, Sk], in the place of a bias");
   if (options.slopes) {
     check_slopes(*bias, *this);
+  } else if (options.weighted) {
+    check_weights(*bias, *this);
   } else if (bias.has_value()) {
     check_bias_mask(*bias, "bias", *this);
     const int32_t bias_dtype = dtype_of(*bias);
     FLASHSCI_CHECK(bias_dtype == dtype || bias_dtype == dtypes().single,
                    "bias must have q's dtype or float32");
   }
-  if (options.weighted) {
-    FLASHSCI_CHECK(bias.has_value() && bias->dim() == rank && bias->size(rank - 2) == 1,
-                   "key weights must be [*, Hk or 1, 1, Sk], in the place of a bias");
-    FLASHSCI_CHECK(dtype == dtypes().single && dtype_of(*bias) == dtype,
-                   "key weights and what they are beside must be float32");
-  }
   if (mask.has_value()) {
     check_bias_mask(*mask, "mask", *this);
     FLASHSCI_CHECK(dtype_of(*mask) == dtypes().boolean, "mask must be bool");
   }
+}
+
+FlashsciDropout Call::dropout() const {
+  if (options.dropout_p == 0) return {};
+  FLASHSCI_CHECK(options.dropout_p > 0 && options.dropout_p < 1,
+                 "dropout_p must be in [0, 1), got ", options.dropout_p);
+  FLASHSCI_CHECK(options.dropout_seed != nullptr && options.dropout_seed->has_value(),
+                 "dropout_p needs a dropout_seed");
+  const Tensor& seed = **options.dropout_seed;
+  FLASHSCI_CHECK(is_on(seed, device), "dropout_seed must be on the device of q");
+  FLASHSCI_CHECK(dtype_of(seed) == dtypes().int64 && seed.dim() == 1 && seed.size(0) == 2 &&
+                     seed.stride(0) == 1,
+                 "dropout_seed must be int64 [2], contiguous, got ", shape_of(seed));
+  constexpr double kDraws = 4294967296.;  // 2^32
+  return {static_cast<const int64_t*>(address_of(seed)),
+          static_cast<uint32_t>(options.dropout_p * kDraws),
+          static_cast<float>(1 / (1 - options.dropout_p))};
 }
 
 uint64_t Call::stride_bits() const {
@@ -199,6 +230,25 @@ View check_out(const Tensor& x, const char* name, const Call& call) {
    flashsci_backward_small_##dtype##_workspace, \
    nullptr,                                     \
    takes_weights}
+#define DROPOUT(dtype)                            \
+  {80,                                            \
+   nullptr,                                       \
+   nullptr,                                       \
+   nullptr,                                       \
+   flashsci_backward_dropout_##dtype##_workspace, \
+   nullptr,                                       \
+   false,                                         \
+   true,                                          \
+   flashsci_forward_dropout_##dtype,              \
+   flashsci_backward_dropout_##dtype}
+#define WEIGHTS(dtype)                            \
+  {80,                                            \
+   flashsci_forward_weights_##dtype,              \
+   flashsci_forward_weights_##dtype##_workspace,  \
+   flashsci_backward_weights_##dtype,             \
+   flashsci_backward_weights_##dtype##_workspace, \
+   nullptr,                                       \
+   true}
 #define PAIRS(unit)                      \
   {90,                                   \
    flashsci_forward_##unit,              \
@@ -226,11 +276,17 @@ const Kernels* kernels_of(int32_t dtype) {
 #ifdef FLASHSCI_HAVE_SM80_BWD_FP16
       BACKWARD_WITH_SLOPES(80, sm80_fp16),
 #endif
+#ifdef FLASHSCI_HAVE_SM80_DROPOUT_FP16
+      DROPOUT(fp16),
+#endif
 #ifdef FLASHSCI_HAVE_SM75_FWD_FP16
       FORWARD(75, sm75_fp16),
 #endif
 #ifdef FLASHSCI_HAVE_SM75_BWD_FP16
       BACKWARD(75, sm75_fp16),
+#endif
+#ifdef FLASHSCI_HAVE_SM80_WEIGHTS_FP32
+      WEIGHTS(fp16),
 #endif
       {}};
   static const Kernels brain[] = {
@@ -252,6 +308,12 @@ const Kernels* kernels_of(int32_t dtype) {
 #ifdef FLASHSCI_HAVE_SM80_BWD_BF16
       BACKWARD_WITH_SLOPES(80, sm80_bf16),
 #endif
+#ifdef FLASHSCI_HAVE_SM80_DROPOUT_BF16
+      DROPOUT(bf16),
+#endif
+#ifdef FLASHSCI_HAVE_SM80_WEIGHTS_FP32
+      WEIGHTS(bf16),
+#endif
       {}};
   static const Kernels single[] = {
 #ifdef FLASHSCI_HAVE_SM90_PAIR_FP32
@@ -265,6 +327,9 @@ const Kernels* kernels_of(int32_t dtype) {
 #endif
 #ifdef FLASHSCI_HAVE_SM80_BWD_FP32
       BACKWARD_WITH_SLOPES(80, sm80_fp32),
+#endif
+#ifdef FLASHSCI_HAVE_SM80_WEIGHTS_FP32
+      WEIGHTS(fp32),
 #endif
       {}};
   return dtype == dtypes().half ? half : dtype == dtypes().brain ? brain : single;

@@ -5,7 +5,9 @@
 // torch.ops and raw pointers.
 #pragma once
 #include "../include/flashsci_alibi.h"
+#include "../include/flashsci_dropout.h"
 #include "../include/flashsci_small.h"
+#include "../include/flashsci_weights.h"
 #include "rehearse.h"
 #include "tensor.h"
 
@@ -20,6 +22,8 @@ struct Options {
   bool slopes;    // it holds slopes of ALiBi, [*, Hq or 1, 1, 1]; packed [N or 1, Hq or 1, 1, 1]
   int64_t generation;  // 0 = by device; 75, 80, 90 = only the kernels of that generation
   bool fp8 = false;    // q, k, v are float8_e4m3fn
+  const std::optional<Tensor>* dropout_seed = nullptr;  // int64 [2]
+  double dropout_p = 0;
 };
 
 // References into the arguments of an op; lives as long as its call.
@@ -38,7 +42,8 @@ struct Call {
 
   std::string shapes() const { return shape_of(q) + ", " + shape_of(k) + ", " + shape_of(v); }
   int64_t rows() const { return q_view.size[0] * q_view.size[1] * q_view.size[2] * q_view.size[3]; }
-  uint64_t stride_bits() const;  // View::alignment_bits of q, k and v
+  uint64_t stride_bits() const;     // View::alignment_bits of q, k and v
+  FlashsciDropout dropout() const;  // seed null: none
   // Raises unless a launch succeeded; `cudaErrorNotSupported`: no kernel serves the call.
   void require(const char* what, cudaError_t error) const;
 
@@ -107,10 +112,13 @@ struct Kernels {
   int64_t (*workspace)(const FlashsciBackwardParams*);
   int (*takes_pairs)(const FlashsciForwardParams*);  // or null: no unit of csrc/sm90/pair
   bool takes_weights, takes_slopes;
+  // Or null: those above, which then are null, have calls without dropout.
+  int (*forward_dropping)(const FlashsciForwardParams*, const FlashsciDropout*, FlashsciStream);
+  int (*backward_dropping)(const FlashsciBackwardParams*, const FlashsciDropout*, FlashsciStream);
 };
 
-// The units of a dtype: those of csrc/sm90/pair and csrc/sm80/small, then newest generation first;
-// the last one is empty.
+// The units of a dtype: those of csrc/sm90/pair and csrc/sm80/small, newest generation first, and that of
+// csrc/sm80/weights; the last one is empty.
 const Kernels* kernels_of(int32_t dtype);
 
 // The largest power of 2 up to 16 that divides all strides and addresses of rows, in bytes.
@@ -128,12 +136,14 @@ struct Prepared {
   Params params;
   uint64_t stride_bits;  // View::alignment_bits of the tensors that `copy_bytes` covers
   int32_t dtype, generation;
+  FlashsciDropout dropout;
 
   explicit Prepared(const Call& call)
       : params{},
         stride_bits(call.stride_bits()),
         dtype(call.dtype),
-        generation(static_cast<int32_t>(call.options.generation)) {
+        generation(static_cast<int32_t>(call.options.generation)),
+        dropout(call.dropout()) {
     call.describe_in(params);
   }
 
@@ -141,6 +151,8 @@ struct Prepared {
   int32_t copy_bytes(Pointers... rows) const {
     return alignment_of(stride_bits, rows...);
   }
+
+  bool drops() const { return dropout.seed != nullptr; }
 
   // Calls launch(kernels) for the generations that run on the device, newest first, until one
   // returns something else than cudaErrorNotSupported.
@@ -167,6 +179,7 @@ struct Prepared {
 
 // Whether such calls are served by the kernels of csrc/sm90/pair.
 inline bool takes_pairs(const Prepared<FlashsciForwardParams>& prepared) {
+  if (prepared.drops()) return false;
   FlashsciForwardParams p = prepared.params;
   p.copy_bytes = prepared.copy_bytes(p.q, p.k, p.v);
   const cudaError_t found = prepared.launch_first([&](const Kernels& kernels) -> int {

@@ -26,22 +26,25 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   "SymInt window_right, bool lower_right, bool tf32, "
   // weighted: `bias` holds weights of keys instead of biases, and `dbias` is their gradient. slopes:
   // it holds slopes of ALiBi.
+#define DROPOUT ", Tensor? dropout_seed=None, float dropout_p=0.0"
   m.def("cuda_forward(" TENSORS SCALARS
-        "int generation, bool weighted=False, bool slopes=False) -> (Tensor out, Tensor lse)");
-  m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
-        "bool deterministic, int generation, int need, bool weighted=False, bool slopes=False) -> "
-        "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+        "int generation, bool weighted=False, bool slopes=False" DROPOUT
+        ") -> (Tensor out, Tensor lse)");
+  m.def(
+      "cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
+      "bool deterministic, int generation, int need, bool weighted=False, bool slopes=False" DROPOUT
+      ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
   // The kernels that these ops would launch on a device of a compute capability (90 for 9.0), as
   // lines of "sm90/fwd/forward_kernel". Tensors may be on any device, also on "meta": nothing is
   // launched or written.
 #define DESCRIBED "int capability, int processors, int shared_per_sm, int shared_per_block"
 #define DEVICE DESCRIBED ") -> str"
-#define DEVICE_AND_SLOPES DESCRIBED ", bool slopes=False) -> str"
+#define DEVICE_AND_OPTIONS DESCRIBED ", bool slopes=False" DROPOUT ") -> str"
   m.def("cuda_forward_kernels(" TENSORS SCALARS
-        "int generation, bool weighted, " DEVICE_AND_SLOPES);
+        "int generation, bool weighted, " DEVICE_AND_OPTIONS);
   m.def("cuda_backward_kernels(Tensor? dout, Tensor? dlse, " TENSORS
         "Tensor out, Tensor lse, " SCALARS
-        "bool deterministic, int generation, int need, bool weighted, " DEVICE_AND_SLOPES);
+        "bool deterministic, int generation, int need, bool weighted, " DEVICE_AND_OPTIONS);
   // The prepared launches that later calls of equal shapes, strides and options give to
   // flashsci_run_forward and flashsci_run_backward, which bypass torch; out, lse and gradients have
   // the layout of those calls.

@@ -36,8 +36,9 @@ inline constexpr int kMaxDevices = 64;
 struct Dtypes {
   int32_t half = aoti_torch_dtype_float16(), brain = aoti_torch_dtype_bfloat16(),
           single = aoti_torch_dtype_float32(), int32 = aoti_torch_dtype_int32(),
-          boolean = aoti_torch_dtype_bool(), byte = aoti_torch_dtype_uint8(),
-          e4m3 = aoti_torch_dtype_float8_e4m3fn(), e5m2 = aoti_torch_dtype_float8_e5m2();
+          int64 = aoti_torch_dtype_int64(), boolean = aoti_torch_dtype_bool(),
+          byte = aoti_torch_dtype_uint8(), e4m3 = aoti_torch_dtype_float8_e4m3fn(),
+          e5m2 = aoti_torch_dtype_float8_e5m2();
 };
 
 inline const Dtypes& dtypes() {

@@ -542,7 +542,7 @@ def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES, along: int 
                 return found
         alone = (
             args[packed] is not None
-            or (dropout is not None and args[dropout] != 0)
+            or (dropout is not None and any(args[dropout : dropout + 1]))  # a default may be left out
             or any(p not in tensors for p in mapped)
         )
         places = {p: along if p < _L else 0 for p in (*tensors, *mapped)}  # of the mapped dim

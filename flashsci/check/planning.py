@@ -64,15 +64,19 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
     pairs = bool(unit and unit.startswith("cuda/sm90/pair"))
     small = bool(unit and unit.startswith("cuda/sm80/small"))
     hopper = bool(unit and unit.startswith("cuda/sm90")) and not pairs
+    dropping = bool(unit and unit.startswith("cuda/sm80/dropout"))
+    weighting = bool(unit and unit.startswith("cuda/sm80/weights"))  # of all dtypes
     slopes = bool(unit and unit.startswith("cuda/sm80")) and not small
     if unit and unit.startswith("cuda"):
-        only = DTYPE_OF.get(unit.rsplit("_")[-1])
+        only = None if weighting else DTYPE_OF.get(unit.rsplit("_")[-1])
         # Without features that these kernels refuse: a case that no backend serves shows nothing.
         served = [
-            replace(v, caps_bias=False, gate=None)
+            replace(v, caps_bias=False, gate=None, dropout=dropping)
             for v in variants(1024 if many else 512) + variants(features=False)
-            if not (v.dropout or v.key_weight or (v.varlen and v.bias))
-            and not (v.alibi and (v.bias or not slopes))
+            if not ((v.dropout and not dropping) or (v.varlen and v.bias))
+            and not (v.alibi and (v.bias or not slopes or (v.varlen and dropping)))
+            and not (dropping and max(v.head_dim, v.head_dim_v) > 128)
+            and not (v.key_weight and not weighting)
             and only in (None, v.dtype)
             and not (hopper and (v.dtype == "float32" or v.head_dim % 8 or v.head_dim_v % 8))
         ]
@@ -81,6 +85,9 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
         elif small:
             dense = (v for v in served if not v.varlen)
             served = [shortened(v, whole=i % 2 == 0, weighted=i % 3 == 0) for i, v in enumerate(dense)]
+        elif weighting:
+            dense = (v for v in served if not (v.varlen or v.bias or v.alibi))
+            served = [replace(v, key_weight="float", key_weight_grad=i % 4 != 0) for i, v in enumerate(dense)]
         pool = list(dict.fromkeys(served))[: 256 if many else 64]
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))

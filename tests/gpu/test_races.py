@@ -83,7 +83,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
             "shared": (1, shape.heads, shape.seq_q),
             "members": (1, shape.heads, shape.seq_q),
             "keys": (shape.batch, 1, 1),
-            "weights": (shape.batch, shape.heads if shape.heads > 8 else 1, 1),
+            "weights": (shape.batch, shape.heads_k if shape.heads > 8 else 1, 1),
         }
         return (*rows[str(kind)], shape.seq_k)
 
@@ -107,7 +107,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
         "window": None if causal or not call.causal else shape.window,
         "align": "lower_right" if shape.lower_right else "upper_left",
         "softcap": SOFTCAP if call.softcap else None,
-    }
+    } | ({"dropout_p": 0.25} if call.dropout else {})
 
     def offsets(lens: tuple[int, ...]) -> Tensor | None:
         starts = torch.tensor((0, *lens), device=DEVICE).cumsum(0)
@@ -130,6 +130,7 @@ def draw(call: Call, shape: Shape) -> Inputs:
         cu_seqlens_q=offsets(shape.lens_q),
         cu_seqlens_k=offsets(shape.lens_k),
         options=options,
+        dropout_seed=torch.tensor([1234, 5], device=DEVICE) if call.dropout else None,
         alibi_slopes=rand(shape.heads, dtype=torch.float32).abs() / 4 if call.alibi else None,
     )
 

@@ -59,6 +59,8 @@ def instances(text: str | None = None) -> list[Instance]:
         if generation == "sm75" or (row["sm"] == "90" and "9.0" in row["runs on"].split(", ")):
             dim = int(row["head dim"])
             tile, variant = row["tile (rows x keys)"], row["variant"]
+            if kind == "dropout" and variant in ("dq", "bias sum"):
+                continue  # the kernels of bwd, by the same names
             found[Instance(generation, kind, DTYPES[dtype], dim, tile, variant)] = None
     return list(found)
 
@@ -82,6 +84,7 @@ class Call:
     decoding: bool = False
     short: bool = False  # 32 queries and keys at most
     inside: bool = False  # heads inside rows: in memory [B, S, H, D]
+    dropout: bool = False
     alibi: bool = False  # one slope for each head
 
     def __str__(self) -> str:
@@ -90,7 +93,11 @@ class Call:
             self.dtype,
             f"d{self.head_dim}",
             f"v{self.head_dim_v}",
-            *(n for n in ("packed", "causal", "softcap", "decoding", "short", "inside", "alibi") if getattr(self, n)),
+            *(
+                n
+                for n in ("packed", "causal", "softcap", "decoding", "short", "inside", "dropout", "alibi")
+                if getattr(self, n)
+            ),
             f"bias_{self.bias}{'_fp32' * self.bias_fp32}" if self.bias else "",
             f"mask_{self.mask}" if self.mask else "",
         )
@@ -516,6 +523,21 @@ def _older_backward(instance: Instance) -> Iterator[Call]:
         yield replace(call, bias="own", bias_fp32=True, softcap=True)
 
 
+def _weighted(instance: Instance) -> Iterator[Call]:
+    """Key weights, of which both kernels are part of every call with their gradient."""
+    if instance.variant in ("log weights", "weight gradient"):
+        call = Call(instance.generation, instance.dtype, 64, 64, bias="weights", bias_fp32=True)
+        yield call
+        yield replace(call, mask="keys", softcap=True)
+
+
+def _dropping(instance: Instance) -> Iterator[Call]:
+    """Both passes of sm80 with dropout, in 16 bits."""
+    forward = "16-byte rows" in instance.variant or "any rows" in instance.variant
+    for call in _older_forward(instance) if forward else _older_backward(instance):
+        yield replace(call, dropout=True)
+
+
 def _fp32_forward(instance: Instance) -> Iterator[Call]:
     dim = instance.head_dim
     call = Call("sm80", "float32", dim, dim)
@@ -563,6 +585,8 @@ _UNITS = {
     "sm80/paged8": _paged,
     "sm80/small": _small,
     "sm80/small_fp32": _small,
+    "sm80/dropout": _dropping,
+    "sm80/weights_fp32": _weighted,
     "sm80/fwd": _older_forward,
     "sm80/bwd": _older_backward,
     "sm80/fwd_fp32": _fp32_forward,
@@ -595,6 +619,10 @@ def launched(names: Iterable[str], dtype: str) -> set[Instance]:
             kind = "paged8"
         elif "5paged" in symbol:
             kind = "paged"
+        elif "FlashsciDropout" in name:
+            kind = "dropout"
+        elif "7weights" in symbol:
+            kind, own = "weights", DTYPES["fp32"]
         suffix = next(s for s, d in DTYPES.items() if d == own)
         unit = f"{generation[1]}/{kind}_{suffix}"
         kernel = resources().Kernel(unit, 90, symbol, 0, 0, 0, 0)

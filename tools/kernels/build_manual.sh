@@ -17,7 +17,7 @@ cuda=$("$nvcc" --dryrun -c x.cu 2>&1 | sed -n 's/^#\$ TOP=//p') # nvcc may be a 
 version=$("$nvcc" --version | sed -n 's/.*release .*, V//p')
 
 archs=${FA_ARCHS:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u | paste -sd, || true)}
-archs=$(echo "${archs:-75,80,90}" | tr ' ;' ',,')
+archs=$(echo "${archs:-75,80,90}" | tr ' ;,' '\n' | grep . | sort -nu | paste -sd,)
 preset=${FA_TILE_PRESET:-}
 preset=${preset/t4_safe/0} preset=${preset/ampere_balanced/1}
 poison=${FLASHSCI_POISON:-}
@@ -30,6 +30,16 @@ for arch in ${archs//,/ }; do
   if [ "$arch" -eq 90 ]; then code[sm90]=arch=compute_90a,code=sm_90a; fi
 done
 [ -z "${sm80:-}" ] || code[sm80]="arch=compute_80,code=[compute_80$sm80]"
+code_of() { # of csrc/$1/..., with what cmake/left_out.txt leaves out
+  local targets=${code[${1%%/*}]} folder left_out arch
+  while read -r folder left_out; do
+    [[ $1/ == "$folder"/* ]] || continue
+    for arch in $left_out; do
+      if [[ $targets =~ ,sm_.*,sm_$arch[],] ]]; then targets=${targets/,sm_$arch/}; fi
+    done
+  done < <(grep -v '^#' cmake/left_out.txt)
+  echo "$targets"
+}
 
 work=$(dirname "$output")/objects
 mkdir -p "$work"
@@ -41,7 +51,7 @@ for source in csrc/sm*/*/*.cu; do # two at a time
   [ -n "${code[$folder]:-}" ] || continue
   unit=${folder}_${kernel%%_*}_$name # such as sm80_fwd_bf16
   [ "$(jobs -rp | wc -l)" -lt 2 ] || wait -n
-  "$nvcc" "${flags[@]}" -gencode "${code[$folder]}" -c "$source" -o "$work/$unit.o" &
+  "$nvcc" "${flags[@]}" -gencode "$(code_of "$folder/$kernel")" -c "$source" -o "$work/$unit.o" &
   kernels+=("$work/$unit.o") have+=("-DFLASHSCI_HAVE_${unit^^}=1")
 done
 while [ -n "$(jobs -p)" ]; do wait -n; done

@@ -92,6 +92,14 @@ class BackwardParams(c.Structure):
     ]
 
 
+class Dropout(c.Structure):
+    _fields_ = [
+        *_fields(c.c_void_p, "seed"),
+        *_fields(c.c_uint32, "threshold"),
+        *_fields(c.c_float, "keep_scale"),
+    ]
+
+
 def _pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 

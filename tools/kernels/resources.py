@@ -112,8 +112,16 @@ class Kernel:
     spill_loads: int
 
     @property
+    def is_backward_sm80(self) -> bool:
+        """Whether it is a 16-bit kernel of sm80's backward; the units of dropout have both passes."""
+        dropping = self.unit.startswith("sm80/dropout") and "forward_" not in self.name
+        return self.unit in ("sm80/bwd_bf16", "sm80/bwd_fp16") or dropping
+
+    @property
     def tiling(self) -> tuple[int, ...] | None:
         """(head dim, query rows, keys, warps, stages, CTAs per SM, 16-byte rows) of a forward kernel."""
+        if self.unit.startswith("sm80/weights"):
+            return 0, 0, 0, 8, 0, 8, 0
         if found := BACKWARD_SM90.search(self.name):
             dim, rows, keys = (
                 int(found["dim"]),
@@ -171,7 +179,7 @@ class Kernel:
             return dim, rows, keys, warps, 2, blocks, vector
         if self.unit == "sm80/bwd_fp32":
             return self.backward_fp32
-        if self.unit.startswith("sm80/bwd"):
+        if self.is_backward_sm80:
             return self.backward_sm80
         if found := TILE_FP32.search(self.name):
             dim, warps, m, n, blocks, _ = (int(x) for x in found.groups())
@@ -224,6 +232,8 @@ class Kernel:
     @property
     def variant(self) -> str:
         """The other template parameters of the kernel."""
+        if self.unit.startswith("sm80/weights"):
+            return "log weights" if "log_weights" in self.name else "weight gradient"
         if self.unit == "sm80/bwd_fp32":
             if found := BACKWARD_FP32.search(self.name):
                 kind = {None: "bias gradient", "0": "queries", "1": "keys", "2": "keys, dk"}
@@ -231,7 +241,7 @@ class Kernel:
                 return name + (", bias or mask" if found[8] == "1" else "")
             kind = re.search(r"\d([a-z_]+)_fp32_kernel", self.name)
             return kind[1].replace("backward_short", "short rows of keys").replace("_", " ")
-        if self.unit.startswith(("sm75/bwd", "sm80/bwd")):
+        if self.unit.startswith("sm75/bwd") or self.is_backward_sm80:
             kind = re.search(r"\d([a-z_]+)_kernel", self.name)
             name = kind[1].replace("_", " ") if kind else self.name
             return name + (", plain 16-byte rows" if self.tiling and self.tiling[-1] else "")
@@ -324,7 +334,7 @@ class Kernel:
         if TILE_FP32.search(self.name):  # halves of Q, K and V, raw K and V, a scale for each row of Q
             padded = [-(-n // 128) * 128 for n in (keys + 8 * warps, 4 * rows)]
             return 4 * dim * (rows + 4 * keys) + sum(padded)
-        if self.unit.startswith("sm80/bwd"):
+        if self.is_backward_sm80:
             return self.shared_of_backward_sm80
         if "KeyTiling" in self.name:  # stages of Q and dO, half of V at D 128, statistics, the work
             staged = 2 * dim * max(2 * stages * rows, keys) + dim * keys * (dim > 96)
@@ -435,7 +445,7 @@ class Kernel:
         if self.tiling is None or not self.unit.startswith("sm80"):
             return tuple(SHARED_KIB[self.arch])
         dim, rows, keys, _, stages, blocks, vector = self.tiling
-        if self.unit.startswith("sm80/bwd"):
+        if self.is_backward_sm80:
             if not KEYS_SM80.search(self.name) or "dq_kernel" in self.name:
                 return tuple(SHARED_KIB[self.arch])
             # The largest tile that fits.
@@ -453,8 +463,9 @@ class Kernel:
                 if (rows, keys) == largest[1:3]:
                     found.append(device)
             return tuple(found)
-        # One or two stages, by whether two of the latter fit an SM; with ALiBi one.
-        if TILING_BIAS_MASK.search(self.name) or ALIBI.search(self.name) or not vector or dim > 128 or rows <= 64:
+        # One or two stages, by whether two of the latter fit an SM; with ALiBi and dropout there is one tile.
+        alone = ALIBI.search(self.name) or "FlashsciDropout" in self.name
+        if TILING_BIAS_MASK.search(self.name) or alone or not vector or dim > 128 or rows <= 64:
             return tuple(SHARED_KIB[self.arch])
         two = 2 * dim * (rows + 4 * keys)
         return tuple(

@@ -7,6 +7,7 @@
 // ALiBi is made here from the slope of its head.
 #pragma once
 #include "../../core/alibi.cuh"
+#include "../../core/row_statistics.cuh"
 #include "config.cuh"
 #include "warp_mma.cuh"
 
@@ -47,6 +48,39 @@ __device__ __forceinline__ void for_queries(T* start, int64_t row_stride, int qu
   for (int c = 0; c < 2 * kN; ++c) {
     each(c, row, query + c / 2 * 8 + c % 2 < queries);
     row += c % 2 == 0 ? row_stride : 7 * row_stride;
+  }
+}
+
+// Whether the probability of element (m, n, e) stays. kept: the bits of draw_neighbours.
+template <int kM>
+__device__ __forceinline__ bool stays(uint32_t kept, int m, int n, int e) {
+  return kept >> (2 * kM * (n * 2 + e % 2) + m * 2 + e / 2) & 1;
+}
+
+// dP^T - delta / scale of what is dropped becomes -delta / scale. statistics: of this lane's first
+// query, (-lse, -delta / scale).
+template <int kM, int kN>
+__device__ __forceinline__ void drop_gradients(float (&dp)[kM][kN][4], uint32_t kept,
+                                               uint32_t statistics) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float4 x = load_statistics(statistics + n * 64);
+#pragma unroll
+    for (int i = 0; i < kM * 4; ++i)
+      if (!stays<kM>(kept, i / 4, n, i % 4)) dp[i / 4][n][i % 4] = i % 2 == 0 ? x.y : x.w;
+  }
+}
+
+// dP^T - delta / scale becomes dS^T, P^T what dropout leaves of it, times `scale`.
+template <int kM, int kN>
+__device__ __forceinline__ void drop_probabilities(float (&p)[kM][kN][4], float (&dp)[kM][kN][4],
+                                                   uint32_t kept, float scale) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) {
+    const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
+    const float scaled = p[m][n][e] * scale;
+    dp[m][n][e] *= scaled;
+    p[m][n][e] = stays<kM>(kept, m, n, e) ? scaled : 0.f;
   }
 }
 

@@ -1,7 +1,8 @@
 // The backward of kernel.cuh with a bias or a mask, or with rows that take no 16-byte copies.
 //
 // Maths     As in kernel.cuh, with the bias (or ALiBi's) added to S and -inf for hidden scores; dS
-//           is also the gradient of a bias that has an element for every pair.
+//           is also the gradient of a bias that has an element for every pair. With dropout P of
+//           dV, and dP, are 0 or divided by 1 - p.
 // Roles     As in kernel.cuh. Keys are assigned to the rows of a warp so that a lane has neighbours
 //           (bias_mask.cuh).
 // Shared    As in kernel.cuh, plus all pointers: the loop has no registers for them
@@ -11,6 +12,7 @@
 #pragma once
 #include <cstddef>
 
+#include "../../core/dropout.cuh"
 #include "../../core/poison.cuh"
 #include "bias_mask.cuh"
 #include "mainloop.cuh"
@@ -44,8 +46,8 @@ __device__ __forceinline__ void load_keys(uint32_t tile, const uint16_t* __restr
   }
 }
 
-// The warp of calls with a bias, a mask, or rows of any alignment.
-template <class Op, class C>
+// The warp of calls with a bias, a mask, dropout, or rows of any alignment.
+template <class Op, class C, class Drop>
 struct BiasMaskWarp : KeyTileWarp<Op, C> {
   using Base = KeyTileWarp<Op, C>;
   using Ahead = BiasMaskAhead<Op, C::kM, C::kN>;
@@ -58,18 +60,23 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
   const int first_tile;
   const bool any;  // whether query tiles see keys of the CTA
   Ahead& ahead;
+  const Drop dropping;
+  const uint32_t stream;  // of the first member, for dropout
 
   __device__ __forceinline__ BiasMaskWarp(const FlashsciBackwardParams& p_,
                                           const BackwardPlan& plan_,
                                           const BackwardBiasMaskShared<C>& shared, int warp_,
                                           int lane_, const Window& window_,
-                                          typename Base::Sums& sums_, Ahead& ahead_)
+                                          typename Base::Sums& sums_, Ahead& ahead_,
+                                          const Drop& dropping_, uint32_t stream_)
       : Base(p_, plan_, shared.tiles, warp_, lane_, window_, ptx::redux_max(shared.work.queries),
              ptx::redux_max(shared.work.tile_key), sums_),
         work(shared.work),
         first_tile(ptx::redux_max(work.first_tile)),
         any(first_tile < ptx::redux_max(work.end_tile)),
-        ahead(ahead_) {}
+        ahead(ahead_),
+        dropping(dropping_),
+        stream(stream_) {}
 
   // The next query tile of the same member, or the first one of the next.
   __device__ __forceinline__ void advance(int& member, int& query_tile) const {
@@ -137,6 +144,10 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
   __device__ __forceinline__ void find_products(Operand& p16, Operand& ds16, uint32_t q_stage,
                                                 uint32_t statistics, int step, int member,
                                                 int query) const {
+    uint32_t kept = 0;
+    if constexpr (Drop::kDrops)
+      kept = dropping.template draw_neighbours<C::kM, C::kN>(dropping.read_seed(), stream + member,
+                                                             first_column(query), first_key());
     Scores s, dp;
     // opaque: an address in a register through the loop costs too much.
     const uint32_t k_left =
@@ -148,12 +159,17 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
     multiply_rows<Op, C::kHeadDim>(s, k_left, right);
     this->start_dp(dp, statistics);
     multiply_rows<Op, C::kHeadDim>(dp, k_left + kFromK, right + kFromQ);
+    if constexpr (Drop::kDrops) drop_gradients(dp, kept, statistics);
     modify_scores(s, dp, plan.scores);
     ahead.apply_rest(s, p.bias_mask, plan, bias_of(member), mask_of(member), first_column(query),
                      first_key(), queries, keys, distance);
     if (!this->all_seen(query))
       mask_transposed(s, window, opaque(first_key()), first_column(query));
-    this->exponentiate(s, dp, statistics);
+    this->exponentiate(s, statistics);
+    if constexpr (Drop::kDrops)
+      drop_probabilities(s, dp, kept, dropping.scale);
+    else
+      multiply_elements(dp, s);
     if (plan.writes_bias) write_bias_gradient(dp, member, query);
     pack<Op>(p16, s);
     pack<Op>(ds16, dp);
@@ -233,10 +249,11 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
   }
 };
 
-template <class Op, class C>
+template <class Op, class C, class... Drop>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     backward_bias_mask_kernel(const __grid_constant__ FlashsciBackwardParams p,
-                              const __grid_constant__ BackwardPlan plan, uint32_t tiles) {
+                              const __grid_constant__ BackwardPlan plan, uint32_t tiles,
+                              Drop... dropout) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardBiasMaskShared<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
@@ -254,10 +271,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   if (shared.work.keys <= 0) return;
   const Window window(ptx::redux_max(shared.work.before), ptx::redux_max(shared.work.after),
                       ptx::redux_max(shared.work.keys));
-  using Warp = BiasMaskWarp<Op, C>;
+  using Dropped = Dropping<Drop...>;
+  using Warp = BiasMaskWarp<Op, C, Dropped>;
   typename Warp::Sums sums;
   typename Warp::Ahead ahead;
-  Warp(p, plan, shared, warp, lane, window, sums, ahead).run();
+  uint32_t stream = 0;
+  if constexpr (Dropped::kDrops) {
+    const KeyTile<C> found(p, tiles);
+    const uint32_t entry = p.cu_seqlens_q != nullptr ? found.segment - 1 : found.place.batch;
+    stream = ptx::redux_max(entry * p.heads_q + found.place.head * plan.group);
+  }
+  Warp(p, plan, shared, warp, lane, window, sums, ahead, Dropped(dropout...), stream).run();
 }
 
 }  // namespace flashsci::sm80::bwd

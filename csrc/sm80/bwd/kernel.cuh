@@ -110,7 +110,8 @@ struct PlainWarp : KeyTileWarp<Op, C> {
     modify_scores(s, dp, plan.scores);
     if (!this->all_seen(query))
       mask_scores_transposed(s, window, warp_key + lane / 4, query + lane % 4 * 2);
-    this->exponentiate(s, dp, statistics);
+    this->exponentiate(s, statistics);
+    multiply_elements(dp, s);
     pack<Op>(p16, s);
     pack<Op>(ds16, dp);
   }

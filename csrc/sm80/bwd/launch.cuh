@@ -7,6 +7,8 @@
 //     dq_kernel                     after one of the two added up dq
 //     backward_queries_kernel       dq of deterministic calls, and dq alone
 //     bias_gradient_kernel          dbias of a shared bias
+//
+// Dropout is a last argument of all but dq_kernel (csrc/sm80/dropout), and has no backward_kernel.
 #pragma once
 #include <algorithm>
 
@@ -89,6 +91,13 @@ using BiasTiles = std::conditional_t<
     std::conditional_t<kHeadDim <= 128, BiasTiling<kHeadDim, kTight ? 64 : 128, 64, 1, 2>,
                        BiasTiling<kHeadDim, 64, 32, 1, 2>>>;
 
+// All tiles of a padded head dim.
+template <int kHeadDim>
+struct PaddedTiles : KeyTiles<kHeadDim> {
+  using Queries = QueryTiles<kHeadDim>;
+  using Bias = BiasTiles<kHeadDim>;
+};
+
 // The plan of one call, before any pointer into the workspace is known.
 struct BackwardWork {
   bool large, keys, adds_dq, writes_dq, queries, writes_bias, bias;
@@ -98,9 +107,8 @@ struct BackwardWork {
   int64_t bytes() const { return statistics_bytes + sums_bytes + bias_bytes; }
 };
 
-template <int kHeadDim>
+template <class C>
 BiasPlan plan_bias(const FlashsciBackwardParams& p) {
-  using C = BiasTiles<kHeadDim>;
   BiasPlan plan = plan_bias_tiles(p, C::kBlockQ, C::kBlockK);
   plan.splits = 1;
   const int64_t owners = BiasPlan::product(plan.own);
@@ -123,10 +131,10 @@ BiasPlan plan_bias(const FlashsciBackwardParams& p) {
   return plan;
 }
 
-template <int kHeadDim>
+template <class Tiles>
 BackwardWork plan_work(const FlashsciBackwardParams& p) {
-  using Large = typename KeyTiles<kHeadDim>::Large;
-  using Small = typename KeyTiles<kHeadDim>::Small;
+  using Large = typename Tiles::Large;
+  using Small = typename Tiles::Small;
   constexpr int kReserved = 1024;  // per CTA, by the system
   BackwardWork work{};
   work.large = !kTight && static_cast<int>(sizeof(BackwardBiasMaskShared<Large>)) + kReserved <=
@@ -145,9 +153,9 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
   work.query_slots = num_tiles(p.seq_q, block_q, p.num_seqs, p.cu_seqlens_q != nullptr);
   work.statistics_bytes = rounded(heads * p.seq_q * static_cast<int64_t>(sizeof(float2)));
   if (work.adds_dq)
-    work.sums_bytes = rounded(heads * work.query_slots * block_q * kHeadDim * int64_t{4});
+    work.sums_bytes = rounded(heads * work.query_slots * block_q * Large::kHeadDim * int64_t{4});
   if (wants_bias) {
-    work.bias_plan = plan_bias<kHeadDim>(p);
+    work.bias_plan = plan_bias<typename Tiles::Bias>(p);
     work.writes_bias = work.keys && work.bias_plan.shared == 0 && p.softcap == 0.f;
     work.bias = !work.writes_bias;
     if (work.bias && work.bias_plan.splits > 1)
@@ -156,9 +164,9 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
   return work;
 }
 
-template <class Op, class C, bool kHasBiasMask>
+template <class Op, class C, bool kHasBiasMask, class... Drop>
 cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& plan,
-                        cudaStream_t stream) {
+                        cudaStream_t stream, const Drop&... dropout) {
   using Shared = std::conditional_t<kHasBiasMask, BackwardBiasMaskShared<C>, BackwardShared<C>>;
   static_assert(sizeof(Shared) == (2 * C::kBlockK + 2 * C::kStages * C::kBlockQ) * C::kHeadDim * 2 +
                                       C::kRoles * C::kBlockK * C::kBlockQ * 2 +
@@ -167,7 +175,7 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
                 "the plan has no padding");
   constexpr auto kernel = [] {
     if constexpr (kHasBiasMask)
-      return backward_bias_mask_kernel<Op, C>;
+      return backward_bias_mask_kernel<Op, C, Drop...>;
     else
       return backward_kernel<Op, C>;
   }();
@@ -176,7 +184,7 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
                int64_t{plan.writes_dq != 0});
   cudaError_t error =
       launch<kernel>(tiles * p.heads_k * p.batch0 * p.batch1, C::kThreads, sizeof(Shared), p.device,
-                     stream, p, plan, static_cast<uint32_t>(tiles));
+                     stream, p, plan, static_cast<uint32_t>(tiles), dropout...);
   if (error == cudaSuccess && plan.adds_dq)
     error = launch<dq_kernel<Op, C>>(
         static_cast<int64_t>(plan.query_slots) * p.heads_q * p.batch0 * p.batch1, kRowThreads, 0,
@@ -184,58 +192,76 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& pla
   return error;
 }
 
-template <class Op, int kHeadDim>
+template <class Op, class Tiles, class... Drop>
 cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardPlan& plan, bool large,
-                        cudaStream_t stream) {
-  using Large = typename KeyTiles<kHeadDim>::Large;
-  using WithBiasMask = typename KeyTiles<kHeadDim>::WithBiasMask;
-  using Small = typename KeyTiles<kHeadDim>::Small;
+                        cudaStream_t stream, const Drop&... dropout) {
+  using Large = typename Tiles::Large;
+  using WithBiasMask = typename Tiles::WithBiasMask;
+  using Small = typename Tiles::Small;
   static_assert(
       sizeof(BackwardBiasMaskShared<Large>) == sizeof(BackwardBiasMaskShared<WithBiasMask>) &&
           Large::kBlockK == WithBiasMask::kBlockK && Large::kBlockQ == WithBiasMask::kBlockQ,
       "the workspace does not ask which");
   static_assert(sizeof(BackwardBiasMaskShared<Small>) <=
-                    (kTight && kHeadDim <= 128 ? 64 * 1024 : kTilesBudget),
+                    (kTight && Large::kHeadDim <= 128 ? 64 * 1024 : kTilesBudget),
                 "over the budget of the tile preset");
   const bool plain = plan.vector && p.bias_mask.bias == nullptr && p.bias_mask.mask == nullptr;
   if constexpr (!kTight) {
     if (large) {
-      return plain ? launch_keys<Op, Large, false>(p, plan, stream)
-                   : launch_keys<Op, WithBiasMask, true>(p, plan, stream);
+      if constexpr (sizeof...(Drop) == 0) {
+        if (plain) return launch_keys<Op, Large, false>(p, plan, stream);
+      }
+      return launch_keys<Op, WithBiasMask, true>(p, plan, stream, dropout...);
     }
   }
   if constexpr (kTight || Large::kBlockK != Small::kBlockK)
-    return launch_keys<Op, Small, true>(p, plan, stream);
+    return launch_keys<Op, Small, true>(p, plan, stream, dropout...);
   return cudaErrorInvalidValue;
 }
 
-template <class Op, int kHeadDim>
+template <class Op, class Tiles, class... Drop>
 cudaError_t launch_queries(const FlashsciBackwardParams& p, const BackwardPlan& plan,
-                           cudaStream_t stream) {
-  using C = QueryTiles<kHeadDim>;
+                           cudaStream_t stream, const Drop&... dropout) {
+  using C = typename Tiles::Queries;
   static_assert(sizeof(QueryShared<C>) <= kTilesBudget, "over the budget");
   const int64_t tiles = num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, p.cu_seqlens_q != nullptr);
-  return launch<backward_queries_kernel<Op, C>>(tiles * p.heads_q * p.batch0 * p.batch1,
-                                                C::kThreads, sizeof(QueryShared<C>), p.device,
-                                                stream, p, plan, static_cast<uint32_t>(tiles));
+  return launch<backward_queries_kernel<Op, C, Drop...>>(
+      tiles * p.heads_q * p.batch0 * p.batch1, C::kThreads, sizeof(QueryShared<C>), p.device,
+      stream, p, plan, static_cast<uint32_t>(tiles), dropout...);
 }
 
-template <class Op, int kHeadDim>
+template <class Op, class Tiles, class... Drop>
 cudaError_t launch_bias(const FlashsciBackwardParams& p, const BackwardPlan& plan,
-                        const BiasPlan& bias, cudaStream_t stream) {
-  using C = BiasTiles<kHeadDim>;
+                        const BiasPlan& bias, cudaStream_t stream, const Drop&... dropout) {
+  using C = typename Tiles::Bias;
   static_assert(sizeof(BiasShared<C>) <= kTilesBudget, "over the budget");
-  cudaError_t error = launch<bias_gradient_kernel<Op, C>>(
-      bias.blocks(), C::kThreads, sizeof(BiasShared<C>), p.device, stream, p, plan, bias);
+  cudaError_t error = launch<bias_gradient_kernel<Op, C, Drop...>>(
+      bias.blocks(), C::kThreads, sizeof(BiasShared<C>), p.device, stream, p, plan, bias,
+      dropout...);
   if (error == cudaSuccess && bias.splits > 1)
     error = launch<bias_sum_kernel<Op>>(std::min<int64_t>((bias.elements + 255) / 256, 4096), 256,
                                         0, p.device, stream, p, plan, bias.splits, bias.elements);
   return error;
 }
 
-template <class Op, int kHeadDim>
-cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) {
-  const BackwardWork work = plan_work<kHeadDim>(p);
+// The statistics of all rows, and zeros in the sums of dq.
+template <class Op, class... Drop>
+cudaError_t launch_statistics(const FlashsciBackwardParams& p, const BackwardPlan& plan,
+                              int64_t sums_bytes, cudaStream_t stream, const Drop&... dropout) {
+  int lanes = 4;
+  while (lanes * kChunkElements < p.head_dim_v) lanes *= 2;
+  const int64_t tiles = (p.seq_q + kRowThreads / lanes - 1) / (kRowThreads / lanes);
+  const int vector =
+      plan.vector && (p.dout == nullptr || takes_vectors(p.out, p.out_strides, p.head_dim_v));
+  return launch<statistics_kernel<Op, Drop...>>(
+      tiles * p.batch0 * p.batch1 * p.heads_q, kRowThreads, 0, p.device, stream, p, plan,
+      static_cast<uint32_t>(tiles), lanes, vector, sums_bytes / int64_t{16}, dropout...);
+}
+
+template <class Op, class Tiles, class... Drop>
+cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream,
+                          const Drop&... dropout) {
+  const BackwardWork work = plan_work<Tiles>(p);
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
   if (heads > INT32_MAX || work.query_slots > INT32_MAX) return cudaErrorInvalidValue;
   BackwardPlan plan{};
@@ -275,50 +301,42 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream) 
     if (error != cudaSuccess) return error;
   }
   if (p.seq_q > 0 && (work.keys || work.queries || work.bias)) {
-    int lanes = 4;
-    while (lanes * kChunkElements < p.head_dim_v) lanes *= 2;
-    const int64_t tiles = (p.seq_q + kRowThreads / lanes - 1) / (kRowThreads / lanes);
-    const int vector =
-        plan.vector && (p.dout == nullptr || takes_vectors(p.out, p.out_strides, p.head_dim_v));
-    const cudaError_t error = launch<statistics_kernel<Op>>(
-        tiles * heads, kRowThreads, 0, p.device, stream, p, plan, static_cast<uint32_t>(tiles),
-        lanes, vector, work.sums_bytes / int64_t{16});
+    const cudaError_t error = launch_statistics<Op>(p, plan, work.sums_bytes, stream, dropout...);
     if (error != cudaSuccess) return error;
   }
   if (work.keys) {
-    const cudaError_t error = launch_keys<Op, kHeadDim>(p, plan, work.large, stream);
+    const cudaError_t error = launch_keys<Op, Tiles>(p, plan, work.large, stream, dropout...);
     if (error != cudaSuccess) return error;
   }
   if (work.queries) {
-    const cudaError_t error = launch_queries<Op, kHeadDim>(p, plan, stream);
+    const cudaError_t error = launch_queries<Op, Tiles>(p, plan, stream, dropout...);
     if (error != cudaSuccess) return error;
   }
   if (work.bias && p.seq_q > 0 && p.seq_k > 0)
-    return launch_bias<Op, kHeadDim>(p, plan, work.bias_plan, stream);
+    return launch_bias<Op, Tiles>(p, plan, work.bias_plan, stream, dropout...);
   return cudaSuccess;
 }
 
-// Calls `call` with the smallest padded head dim that holds D and Dv.
+// Calls `call` with the tiles of the smallest padded head dim that holds D and Dv.
 template <class Call>
-auto with_padded_dim(const FlashsciBackwardParams& p, const Call& call) {
+auto with_tiles(const FlashsciBackwardParams& p, const Call& call) {
   const int dim = std::max(p.head_dim, p.head_dim_v);
-  if (dim <= 32) return call(std::integral_constant<int, 32>{});
-  if (dim <= 64) return call(std::integral_constant<int, 64>{});
-  if (dim <= 96) return call(std::integral_constant<int, 96>{});
-  if (dim <= 128) return call(std::integral_constant<int, 128>{});
-  if (dim <= 192) return call(std::integral_constant<int, 192>{});
-  return call(std::integral_constant<int, 256>{});
+  if (dim <= 32) return call(PaddedTiles<32>{});
+  if (dim <= 64) return call(PaddedTiles<64>{});
+  if (dim <= 96) return call(PaddedTiles<96>{});
+  if (dim <= 128) return call(PaddedTiles<128>{});
+  if (dim <= 192) return call(PaddedTiles<192>{});
+  return call(PaddedTiles<256>{});
 }
 
 template <class Op>
 cudaError_t launch_backward(const FlashsciBackwardParams& p, cudaStream_t stream) {
   if (std::max(p.head_dim, p.head_dim_v) > FLASHSCI_MAX_HEAD_DIM) return cudaErrorInvalidValue;
-  return with_padded_dim(
-      p, [&](auto dim) { return launch_padded<Op, decltype(dim)::value>(p, stream); });
+  return with_tiles(p, [&](auto tiles) { return launch_padded<Op, decltype(tiles)>(p, stream); });
 }
 
 inline int64_t backward_workspace(const FlashsciBackwardParams& p) {
-  return with_padded_dim(p, [&](auto dim) { return plan_work<decltype(dim)::value>(p).bytes(); });
+  return with_tiles(p, [&](auto tiles) { return plan_work<decltype(tiles)>(p).bytes(); });
 }
 
 }  // namespace flashsci::sm80::bwd

@@ -118,8 +118,8 @@ struct KeyTileWarp {
       }
     }
   }
-  // S^T becomes P^T, dP^T - delta becomes dS^T.
-  __device__ __forceinline__ void exponentiate(Scores& s, Scores& dp, uint32_t statistics) const {
+  // S^T becomes P^T.
+  __device__ __forceinline__ void exponentiate(Scores& s, uint32_t statistics) const {
 #pragma unroll
     for (int n = 0; n < C::kN; ++n) {
       const float4 x = load_statistics(statistics + n * 64);
@@ -132,7 +132,6 @@ struct KeyTileWarp {
       }
     }
     if (any_large_column<C::kN>(statistics)) limit_probabilities(s);
-    multiply_elements(dp, s);
   }
 
   __device__ __forceinline__ static void clear(Operand& a) {

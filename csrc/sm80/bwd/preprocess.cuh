@@ -1,6 +1,7 @@
 // The kernels before and after the backward products, by rows of queries.
 //
-// Maths     statistics_i = (-lse_i log2(e), -delta_i), delta_i = sum_d dout_id out_id - dlse_i;
+// Maths     statistics_i = (-lse_i log2(e), -delta_i), delta_i = sum_d dout_id out_id - dlse_i, with
+//           dropout -(1 - p) delta_i;
 //           before that the fp32 sums of dq are zeroed. After: dq = scale * sums, rounded.
 // Roles     statistics_kernel: a row is read by 4 to 32 lanes, 16 bytes each. dq_kernel: a CTA
 //           converts one tile of sums, whose order is that of the fragments that were added
@@ -13,12 +14,19 @@
 
 namespace flashsci::sm80::bwd {
 
-template <class Op>
+template <class Op, class... Drop>
 __global__ void __launch_bounds__(kRowThreads, 6)
     statistics_kernel(const __grid_constant__ FlashsciBackwardParams p,
                       const __grid_constant__ BackwardPlan plan, uint32_t tiles, int lanes,
-                      int vector, int64_t sums_float4) {
+                      int vector, int64_t sums_float4, Drop... dropout) {
   find_statistics<Op>(p, plan, tiles, lanes, vector);
+  if constexpr (sizeof...(Drop) != 0) {
+    const TileCoord place(blockIdx.x, tiles, p.heads_q, p);
+    const int row = place.tile * (kRowThreads / lanes) + threadIdx.x / lanes;
+    if (row < p.seq_q && threadIdx.x % lanes == 0)  // this thread's own entry
+      plan.statistics[(static_cast<int64_t>(place.batch) * p.heads_q + place.head) * p.seq_q + row]
+          .y *= (1.f / ... / dropout.keep_scale);
+  }
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kRowThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x; i < sums_float4;
        i += threads)

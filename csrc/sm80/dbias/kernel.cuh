@@ -1,6 +1,7 @@
 // The gradient of a shared bias, reduced to the bias's own shape, without atomics.
 //
-// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks.
+// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks; dropout as
+//           in bwd/bias_mask_kernel.cuh.
 // Roles     A CTA owns a tile of dbias, 64 to 128 rows x 32 to 64 keys (one row or one key, if the
 //           bias has one), and adds up its members: the batches, heads, row tiles and key tiles
 //           that share it. If tiles are few, `splits` CTAs share the members of one and leave
@@ -48,7 +49,7 @@ __device__ __forceinline__ void add_late(float (&s)[kM][kN][4], const float (&ad
 }
 
 // The state of a thread through the members of one tile of dbias.
-template <class Op, class C>
+template <class Op, class C, class Drop>
 struct BiasGradient {
   using T = Tile<C::kHeadDim>;
   static constexpr int kN = C::kBlockK / 8;  // n8 blocks of the tile; C::kN: of a step
@@ -63,6 +64,7 @@ struct BiasGradient {
   const BiasPlan& bias;
   const BiasMember& own;
   const uint32_t split;
+  const Drop dropping;
   const int warp = ptx::redux_max(threadIdx.x / 32), lane = threadIdx.x % 32;
   const Window window{p.window_left, p.window_right, p.lower_right != 0, p.seq_q, p.seq_k};
   const uint32_t group = plan.group;
@@ -147,15 +149,18 @@ struct BiasGradient {
     if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
       mask_scores(s, window, warp_row + opaque(lane) / 4, key + opaque(lane) % 4 * 2);
   }
-  // sum += dS, for the keys from n8 block `first` of the tile on.
-  __device__ __forceinline__ void add_ds(TileSums& sum, StepTile& s, const StepTile& dp,
-                                         const Statistics& statistics, int first) const {
+  // sum += dS, for the keys from n8 block `first` of the tile on. kept: with dropout, the bits of
+  // draw_rows.
+  __device__ __forceinline__ void add_ds(TileSums& sum, StepTile& s, StepTile& dp,
+                                         const Statistics& statistics, int first,
+                                         uint32_t kept) const {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
       s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.scores.exp_scale, statistics[m][e / 2].x));
     }
     if (any_large(statistics)) limit_probabilities(s);
+    if constexpr (Drop::kDrops) drop_gradients(dp, statistics, kept);
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
@@ -176,6 +181,12 @@ struct BiasGradient {
       if (warp_row >= p.seq_q || key >= window.end(warp_last_row) ||
           key + C::kStep <= window.begin(warp_row))
         continue;
+      uint32_t kept = 0;
+      if constexpr (Drop::kDrops) {
+        const uint32_t entry = member.index[0] * p.batch1 + member.index[1];
+        kept = dropping.template draw_rows<C::kM, C::kN>(
+            dropping.read_seed(), 0, entry * p.heads_q + member.index[2], warp_row + lane / 4, key);
+      }
       StepTile s, dp;  // S, then P; dP - delta
       Statistics statistics;
 #pragma unroll
@@ -186,7 +197,7 @@ struct BiasGradient {
       multiply_rows<Op, C::kHeadDim>(s, q_tile + left, k_tile + right);
       multiply_rows<Op, C::kHeadDim>(dp, dout_tile + left, v_tile + right);
       complete_scores(s, addend, step / 8, member, warp_row, warp_last_row, key);
-      add_ds(sum, s, dp, statistics, step / 8);
+      add_ds(sum, s, dp, statistics, step / 8, kept);
     }
   }
 
@@ -250,15 +261,20 @@ struct BiasGradient {
       add_member(sum, addend, member, stage, number);
       if (C::kStages == 2) stage ^= 1;
     }
+    if constexpr (Drop::kDrops) {
+#pragma unroll
+      for (int i = 0; i < C::kM * kN * 4; ++i)
+        sum[i / (4 * kN)][i / 4 % kN][i % 4] *= dropping.scale;
+    }
     write(sum);
   }
 };
 
-template <class Op, class C>
+template <class Op, class C, class... Drop>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     bias_gradient_kernel(const __grid_constant__ FlashsciBackwardParams p,
                          const __grid_constant__ BackwardPlan plan,
-                         const __grid_constant__ BiasPlan bias) {
+                         const __grid_constant__ BiasPlan bias, Drop... dropout) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BiasShared<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
@@ -267,7 +283,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   own.decode(blockIdx.x / bias.splits, bias.own);
   const uint32_t begin = static_cast<uint64_t>(bias.member_count) * split / bias.splits;
   const uint32_t end = static_cast<uint64_t>(bias.member_count) * (split + 1) / bias.splits;
-  BiasGradient<Op, C>{shared, p, plan, bias, own, split}.run(begin, end);
+  using Dropped = Dropping<Drop...>;
+  BiasGradient<Op, C, Dropped>{shared, p, plan, bias, own, split, Dropped(dropout...)}.run(begin,
+                                                                                           end);
 }
 
 // dbias = the sum of the splits, in order.

@@ -1,7 +1,7 @@
 // dq alone, by query tiles: for deterministic calls, whose sums over key tiles need one owner, and
 // for calls that want neither dk nor dv.
 //
-// Maths     As in bwd/kernel.cuh: dQ = scale dS K.
+// Maths     As in bwd/kernel.cuh: dQ = scale dS K; dropout as in bwd/bias_mask_kernel.cuh.
 // Roles     One CTA per (query tile, query head, batch), all on grid.x, four warps with 32 (D >
 //           128: 16) query rows each. dS leaves its product as left operand of the next: warps
 //           share only tiles of K and V.
@@ -14,6 +14,7 @@
 #pragma once
 #include "../../core/alibi.cuh"
 #include "../../core/bias_mask.cuh"
+#include "../../core/dropout.cuh"
 #include "../../core/poison.cuh"
 #include "../../core/row_statistics.cuh"
 #include "../bwd/config.cuh"
@@ -61,8 +62,18 @@ __device__ __forceinline__ void load_row_statistics(float2* shared,
     ptx::st_shared(target, make_uint2(__float_as_uint(-INFINITY), 0));
 }
 
+// dP - delta / scale of what is dropped becomes -delta / scale. statistics: of the rows of a lane.
+template <int kM, int kN>
+__device__ __forceinline__ void drop_gradients(float (&dp)[kM][kN][4],
+                                               const float2 (&statistics)[kM][2], uint32_t kept) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i)
+    if (!(kept >> i & 1))
+      dp[i / (4 * kN)][i / 4 % kN][i % 4] = statistics[i / (4 * kN)][i % 4 / 2].y;
+}
+
 // The state of a warp in the loop over tiles of keys, for its kRows query rows.
-template <class Op, class C>
+template <class Op, class C, class Drop>
 struct QueryWarp {
   using T = Tile<C::kHeadDim>;
   using Scores = float[C::kM][C::kN][4];
@@ -89,11 +100,19 @@ struct QueryWarp {
   const uint32_t dout_left = q_left + (dout_tile - q_tile);
   BiasMaskView view{p.bias_mask, place.batch0, place.batch1, place.head};
   Sums& dq;
+  const Drop dropping;
 
   __device__ __forceinline__ QueryWarp(const FlashsciBackwardParams& p_, const BackwardPlan& plan_,
                                        QueryShared<C>& shared_, const TileCoord& place_,
-                                       const TileOfSequence& work_, Sums& dq_)
-      : p(p_), plan(plan_), shared(shared_), place(place_), work(work_), dq(dq_) {
+                                       const TileOfSequence& work_, Sums& dq_,
+                                       const Drop& dropping_)
+      : p(p_),
+        plan(plan_),
+        shared(shared_),
+        place(place_),
+        work(work_),
+        dq(dq_),
+        dropping(dropping_) {
     if (has_slopes(p.bias_mask)) view.bias = nullptr;
   }
 
@@ -146,6 +165,12 @@ struct QueryWarp {
   }
   // dQ from kStep keys, whose rows begin at k_rows and v_rows.
   __device__ __forceinline__ void add_step(uint32_t k_rows, uint32_t v_rows, int key) {
+    uint32_t kept = 0;
+    if constexpr (Drop::kDrops) {
+      const uint32_t entry = p.cu_seqlens_q != nullptr ? work.segment - 1 : place.batch;
+      kept = dropping.template draw_rows<C::kM, C::kN>(
+          dropping.read_seed(), 0, entry * p.heads_q + place.head, warp_row + lane / 4, key);
+    }
     Scores s, dp;
     Statistics statistics;
 #pragma unroll
@@ -157,6 +182,7 @@ struct QueryWarp {
     for (int i = 0; i < C::kM * C::kN * 4; ++i)
       dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
     multiply_rows<Op, C::kHeadDim>(dp, dout_left, v_rows + lane_by_chunks<C::kHeadDim>());
+    if constexpr (Drop::kDrops) drop_gradients(dp, statistics, kept);
     modify_scores(s, dp, plan.scores);
     const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
     if (has_slopes(p.bias_mask)) {
@@ -178,8 +204,10 @@ struct QueryWarp {
 
   __device__ __forceinline__ void store() const {
     __syncwarp();  // all lanes have read their rows of Q
+    float scale = p.scale;
+    if constexpr (Drop::kDrops) scale *= dropping.scale;
     store_gradient<Op, C::kHeadDim, false>(
-        dq, p.scale, q_tile + warp * C::kRows * T::kRowBytes, 0,
+        dq, scale, q_tile + warp * C::kRows * T::kRowBytes, 0,
         static_cast<uint16_t*>(p.dq) + place.offset(p.dq_strides, place.head) +
             static_cast<int64_t>(work.first_q + warp_row) * p.dq_strides.row,
         p.dq_strides.row, work.seq_q - warp_row, p.head_dim, plan.vector_dq);
@@ -223,10 +251,11 @@ struct QueryWarp {
   }
 };
 
-template <class Op, class C>
+template <class Op, class C, class... Drop>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     backward_queries_kernel(const __grid_constant__ FlashsciBackwardParams p,
-                            const __grid_constant__ BackwardPlan plan, uint32_t tiles) {
+                            const __grid_constant__ BackwardPlan plan, uint32_t tiles,
+                            Drop... dropout) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<QueryShared<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
@@ -241,8 +270,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
             0, p.seq_k};
   }
   if (work.tile < 0 || work.tile * C::kBlockQ >= work.seq_q) return;
-  typename QueryWarp<Op, C>::Sums dq;
-  QueryWarp<Op, C>(p, plan, shared, place, work, dq).run();
+  using Dropped = Dropping<Drop...>;
+  using Warp = QueryWarp<Op, C, Dropped>;
+  typename Warp::Sums dq;
+  Warp(p, plan, shared, place, work, dq, Dropped(dropout...)).run();
 }
 
 }  // namespace flashsci::sm80::dq

@@ -18,6 +18,7 @@
 #include <cuda_runtime.h>
 #include <cstddef>
 
+#include "../../core/dropout.cuh"
 #include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
 #include "../../core/smem_tile.cuh"
@@ -49,7 +50,7 @@ __device__ __forceinline__ void add(float (&x)[kM][kN][4], const float (&y)[kM][
 }
 
 // The state of a thread through its CTA's run of units.
-template <class Op, class C, bool kVector>
+template <class Op, class C, bool kVector, class Drop>
 struct BiasMaskWarp {
   using T = Tile<C::kHeadDim>;
   using Stage = BiasMaskStage<C>;
@@ -64,6 +65,8 @@ struct BiasMaskWarp {
   const FlashsciForwardParams& p;
   const ForwardPlan& plan;
   const BiasMaskPlan& bias_mask;
+  const Drop dropping;
+  const typename Drop::Seed seed = dropping.read_seed();
   const int seq_q = p.seq_q, seq_k = p.seq_k;
   const int warp = ptx::redux_max(threadIdx.x / 32), lane = threadIdx.x % 32;
   const Window window{kAnything ? p.window_left : -1, kAnything ? p.window_right : -1,
@@ -175,6 +178,13 @@ struct BiasMaskWarp {
                                        const Unit& work, int first_key) const {
     const bool active = work.keys.any_seen(first_key);
     const int row = work.warp_row + opaque(lane) / 4, key = first_key + opaque(lane) % 4 * 8;
+    uint32_t kept = 0;  // by dropout, drawn before scores need the registers
+    if constexpr (Drop::kDrops) {
+      static_assert(kMembers == 1, "the stream is that of the first member");
+      const uint32_t stream =
+          (work.place.batch0 * p.batch1 + work.place.batch1) * p.heads_q + work.place.head;
+      kept = dropping.template draw_interleaved_rows<C::kM, C::kN>(seed, stream, row, key);
+    }
     uint32_t words[kMembers][C::kN / 2];  // of the key masks
     bool any_shown[kMembers], any_hidden[kMembers];
     read_key_masks(words, any_shown, any_hidden, active, work.place.count);
@@ -190,6 +200,9 @@ struct BiasMaskWarp {
       if (any_hidden[r]) hide_keys<C>(s, words[r]);
       if (work.keys.any_hidden(first_key)) mask_scores<true>(s, window, row, key);
       online_softmax_lazily(s, rows[r].o, rows[r].row_max, rows[r].row_sum, plan.scores.exp_scale);
+      if constexpr (Drop::kDrops) {
+        drop(s, 0, kept);
+      }
       multiply_pv<Op, C>(rows[r].o, s, v_start + r * kTileBytes);
     }
   }
@@ -231,20 +244,22 @@ struct BiasMaskWarp {
         step(rows, q, work, tile * C::kBlockK);
         stage = next_stage<C>(stage, shared);
       }
+      if constexpr (Drop::kDrops) rows[0].scale(dropping.scale);
       if (work.warp_row < seq_q) write(rows, work.warp_row);
     }
   }
 };
 
-template <class Op, class C, bool kVector>
+template <class Op, class C, bool kVector, class... Drop>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     forward_bias_mask_kernel(const __grid_constant__ FlashsciForwardParams p,
                              const __grid_constant__ ForwardPlan plan,
-                             const __grid_constant__ BiasMaskPlan bias_mask) {
+                             const __grid_constant__ BiasMaskPlan bias_mask, Drop... dropout) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<BiasMaskStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
-  BiasMaskWarp<Op, C, kVector>{shared, p, plan, bias_mask}.run();
+  using Dropped = Dropping<Drop...>;
+  BiasMaskWarp<Op, C, kVector, Dropped>{shared, p, plan, bias_mask, Dropped(dropout...)}.run();
 }
 
 }  // namespace flashsci::sm80::fwd

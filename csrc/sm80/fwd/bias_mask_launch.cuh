@@ -13,9 +13,9 @@ namespace flashsci::sm80::fwd {
 // Whether scores may stay in units of 1 / scale, and the bias be divided by it, without overflow.
 inline bool scale_fits(float scale) { return scale > 1e-4f && scale * kLog2e <= 1.f; }
 
-template <class Op, class C, bool kVector>
+template <class Op, class C, bool kVector, class... Drop>
 cudaError_t launch_bias_mask_tiling(const FlashsciForwardParams& p, BiasMaskPlan bias_mask,
-                                    cudaStream_t stream) {
+                                    cudaStream_t stream, const Drop&... dropout) {
   using Storage = BiasMaskStorage<C>;
   constexpr int kOfMembers = C::kMembers * C::kBlockK * (4 * C::kHeadDim + 1);
   constexpr int kOfBias = C::kBlockQ * C::kBlockK * (C::kBias == 2 ? 2 : 4);
@@ -49,8 +49,8 @@ cudaError_t launch_bias_mask_tiling(const FlashsciForwardParams& p, BiasMaskPlan
     bias_mask.bias_factor = kLog2e;
   }
   plan.lse_scale = plan.scores.mode == kScaled ? p.scale : kLn2;
-  return launch<forward_bias_mask_kernel<Op, C, kVector>>(blocks, C::kThreads, sizeof(Storage),
-                                                          p.device, stream, p, plan, bias_mask);
+  return launch<forward_bias_mask_kernel<Op, C, kVector, Drop...>>(
+      blocks, C::kThreads, sizeof(Storage), p.device, stream, p, plan, bias_mask, dropout...);
 }
 
 template <class Op, int kHeadDim>

@@ -3,7 +3,8 @@
 //
 // Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij, lse_i = m_i + log
 //           l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), over the keys the window
-//           shows. kAlibi: s also has the addend of core/alibi.cuh.
+//           shows. kAlibi: s also has the addend of core/alibi.cuh. With dropout
+//           p_ij is 0, or divided by 1 - p, in the sum over v_j alone.
 // Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head in sequence
 //           and the longest first. kWarps warps own kBlockQ / kWarps query rows each and exchange
 //           no values: they share only the K and V tiles. Packed calls find their sequence on the
@@ -23,6 +24,7 @@
 
 #include "../../core/alibi.cuh"
 #include "../../core/coord.cuh"
+#include "../../core/dropout.cuh"
 #include "../../core/mask.cuh"
 #include "../../core/poison.cuh"
 #include "../../core/smem_tile.cuh"
@@ -39,7 +41,7 @@
 namespace flashsci::sm80::fwd {
 
 // The state of a thread in the work on one query tile.
-template <class Op, class C, bool kVector, bool kAlibi>
+template <class Op, class C, bool kVector, bool kAlibi, class Drop>
 struct QueryTile {
   using T = Tile<C::kHeadDim>;
   static constexpr int kStageBytes = C::kBlockK * T::kRowBytes;
@@ -49,6 +51,8 @@ struct QueryTile {
   const ForwardPlan& plan;
   const HeadCoord& place;
   const TileOfSequence& work;
+  const Drop dropping;
+  const typename Drop::Seed seed = dropping.read_seed();
   const int tile_row = work.tile * C::kBlockQ;
   const uint16_t* q = static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
                       (work.first_q + tile_row) * p.q_strides.row;
@@ -131,9 +135,30 @@ struct QueryTile {
                             : slope_of(p.bias_mask, place, place.head);
     return plan.scores.mode == kScaled ? slope / p.scale : slope;
   }
+  // The bits of the probabilities of a tile that stay, drawn before its scores need the registers.
+  using Kept = uint32_t[(C::kM * C::kN + 7) / 8];
+  __device__ __forceinline__ void draw(Kept& kept, int first_key) const {
+    if constexpr (Drop::kDrops) {
+      if (!keys.any_seen(first_key)) return;
+      const uint32_t stream = p.cu_seqlens_q != nullptr
+                                  ? (work.segment - 1) * p.heads_q + place.head
+                                  : place.batch_head;
+#pragma unroll
+      for (int word = 0; word < (C::kM * C::kN + 7) / 8; ++word)
+        kept[word] = dropping.template draw_rows<C::kM, C::kN>(
+            seed, word, stream, warp_row + opaque(threadIdx.x) % 32 / 4, first_key);
+    }
+  }
+  __device__ __forceinline__ void drop_probabilities(float (&s)[C::kM][C::kN][4],
+                                                     const Kept& kept) const {
+    if constexpr (Drop::kDrops) {
+#pragma unroll
+      for (int word = 0; word < (C::kM * C::kN + 7) / 8; ++word) drop(s, word, kept[word]);
+    }
+  }
   // From raw scores to the output. slope: with ALiBi only.
   __device__ __forceinline__ void softmax_and_pv(OutputRows<C>& rows, float (&s)[C::kM][C::kN][4],
-                                                 int first_key, float slope) {
+                                                 int first_key, float slope, const Kept& kept) {
     if (plan.scores.mode != kScaled) scale_scores(s, plan.scores);
     if constexpr (kAlibi) {
       const int own = opaque(threadIdx.x) % 32, shift = work.seq_k - work.seq_q;
@@ -143,6 +168,7 @@ struct QueryTile {
     if (keys.any_hidden(first_key))
       mask_scores(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);
     online_softmax(s, rows.o, rows.row_max, rows.row_sum, plan.scores.exp_scale);
+    drop_probabilities(s, kept);
     multiply_pv<Op, C>(rows.o, s, v_start);
   }
   __device__ __forceinline__ void write(const OutputRows<C>& rows) const {
@@ -163,6 +189,8 @@ struct QueryTile {
     if (tiles.first < tiles.end) load_first();
 #pragma unroll 1
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile) {
+      Kept kept;
+      draw(kept, tile * C::kBlockK);
       ptx::cp_async_wait<0>();
       __syncthreads();  // K_n is complete; no warp reads V_n+1 (nor, with two stages, K_n+1)
       load_during_qk(tile);
@@ -174,17 +202,18 @@ struct QueryTile {
         multiply_qk<Op, C>(s, q_start, k_start);
       }
       if constexpr (C::kStages == 1) load_during_pv(tile);
-      if (active) softmax_and_pv(rows, s, first_key, slope);
+      if (active) softmax_and_pv(rows, s, first_key, slope, kept);
       if constexpr (C::kStages == 2) next_stage();
     }
+    if constexpr (Drop::kDrops) rows.scale(dropping.scale);
     if (warp_row < work.seq_q) write(rows);
   }
 };
 
-template <class Op, class C, bool kVector, bool kAlibi>
+template <class Op, class C, bool kVector, bool kAlibi, class... Drop>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     forward_kernel(const __grid_constant__ FlashsciForwardParams p,
-                   const __grid_constant__ ForwardPlan plan) {
+                   const __grid_constant__ ForwardPlan plan, Drop... dropout) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
@@ -199,7 +228,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
             p.seq_k};
   }
   if (work.tile < 0 || work.tile * C::kBlockQ >= work.seq_q) return;
-  QueryTile<Op, C, kVector, kAlibi>{shared, p, plan, place, work}.run();
+  using Dropped = Dropping<Drop...>;
+  QueryTile<Op, C, kVector, kAlibi, Dropped>{shared, p, plan, place, work, Dropped(dropout...)}
+      .run();
 }
 
 }  // namespace flashsci::sm80::fwd

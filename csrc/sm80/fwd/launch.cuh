@@ -20,8 +20,9 @@ inline ForwardPlan plan_of(const FlashsciForwardParams& p, int64_t tiles, float 
   return plan;
 }
 
-template <class Op, class C, bool kVector, bool kAlibi>
-cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
+template <class Op, class C, bool kVector, bool kAlibi, class... Drop>
+cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream,
+                          const Drop&... dropout) {
   static_assert(
       sizeof(SharedStorage<C>) == (C::kBlockQ + 2 * C::kStages * C::kBlockK) * C::kHeadDim * 2,
       "the plan has no padding");
@@ -31,9 +32,9 @@ cudaError_t launch_tiling(const FlashsciForwardParams& p, cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
   // A slope is divided by the scale, unless that is too small.
-  return launch<forward_kernel<Op, C, kVector, kAlibi>>(blocks, C::kThreads,
-                                                        sizeof(SharedStorage<C>), p.device, stream,
-                                                        p, plan_of(p, tiles, kAlibi ? 1e-4f : 0.f));
+  return launch<forward_kernel<Op, C, kVector, kAlibi, Drop...>>(
+      blocks, C::kThreads, sizeof(SharedStorage<C>), p.device, stream, p,
+      plan_of(p, tiles, kAlibi ? 1e-4f : 0.f), dropout...);
 }
 
 // Two stages if two such CTAs fit an SM, and registers allow (D <= 128, no ALiBi); otherwise one.

@@ -57,6 +57,11 @@ struct OutputRows {
       row_sum[m][0] = row_sum[m][1] = 0.f;
     }
   }
+  __device__ __forceinline__ void scale(float by) {
+#pragma unroll
+    for (int i = 0; i < C::kM * C::kDimBlocks * 4; ++i)
+      o[i / (4 * C::kDimBlocks)][i / 4 % C::kDimBlocks][i % 4] *= by;
+  }
 };
 
 }  // namespace flashsci::sm80::fwd

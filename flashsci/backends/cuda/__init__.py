@@ -11,10 +11,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashsci.backends.cuda import decisions, layouts, library, prepared
-from flashsci.backends.cuda.capabilities import READS, WEIGHTED, backward_kernels, older_backward, rejects
+from flashsci.backends.cuda.capabilities import DROPPING, READS, WEIGHTED, backward_kernels, older_backward, rejects
 from flashsci.backends.cuda.decisions import hopper_takes
 from flashsci.backends.cuda.library import build_info, library_path, stale, unavailable
 from flashsci.call.op_checks import rows
@@ -72,7 +73,7 @@ def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Te
         *layouts.options(scalars),
         generation,
         tensors.key_weight is not None,
-        *layouts.with_slopes(tensors),
+        *layouts.last_options(tensors, scalars.dropout_p),
     )
     return result
 
@@ -82,8 +83,9 @@ def _require_served(tensors: Tensors, scalars: Scalars) -> None:
     would ignore it."""
     if _lacks(tensors, scalars):
         raise BackendError(
-            "flashsci: the cuda backend has no dropout, no alibi_slopes beside a bias or key_weight, no softcap of biased "
-            f"scores and no bias of packed sequences, and {WEIGHTED.removeprefix('it ')}; use backend='triton'"
+            "flashsci: the cuda backend has no alibi_slopes beside a bias or key_weight, no softcap of biased "
+            f"scores and no bias of packed sequences, {DROPPING.removeprefix('it ')}, and {WEIGHTED.removeprefix('it ')}; "
+            "use backend='triton'"
         )
 
 
@@ -93,7 +95,10 @@ def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
     weighted = tensors.key_weight is not None and not decisions.takes_weights(tensors, scalars)
     alibi = tensors.alibi_slopes is not None and (tensors.bias is not None or tensors.key_weight is not None)
     capped = scalars.caps_bias and (tensors.bias is not None or tensors.alibi_slopes is not None)
-    return bool(scalars.dropout_p) or alibi or weighted or packed_bias or capped
+    packed_slopes = tensors.alibi_slopes is not None and tensors.cu_seqlens_q is not None
+    wide = max(tensors.q.shape[-1], tensors.v.shape[-1]) > 128
+    undropped = tensors.q.dtype == torch.float32 or wide or tensors.key_weight is not None or packed_slopes
+    return (bool(scalars.dropout_p) and undropped) or alibi or weighted or packed_bias or capped
 
 
 def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:
@@ -132,10 +137,12 @@ def prepared_forward(
 
     if library.load() is not None or _lacks(tensors, scalars) or not prepared.has_scores(tensors):
         return general
-    if library.fills_results():
+    if library.fills_results() or scalars.dropout_p:
         return general
     weighted = tensors.key_weight is not None
-    options = *layouts.options(scalars), generation, weighted, *layouts.with_slopes(tensors)
+    if tensors.key_weight is not None and tensors.key_weight.dtype != torch.float32:
+        return general
+    options = *layouts.options(scalars), generation, weighted, *layouts.last_options(tensors, 0.0)
     made = prepared.PreparedForward if tensors.alibi_slopes is None else prepared.PreparedForwardOfSlopes
     return made(library.handle, tensors, options, general)
 
@@ -154,12 +161,15 @@ def backward(
     inputs = *layouts.inputs(tensors), out, lse
     options = *layouts.options(saved.scalars), saved.scalars.deterministic, generation
     if weights is None:
-        slopes = (False, True) if tensors.alibi_slopes is not None else ()
-        result: tuple[Tensor, ...] = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, *slopes)
+        last = layouts.last_options(tensors, saved.scalars.dropout_p)
+        unweighted = (False, *last) if last else ()
+        result: tuple[Tensor, ...] = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, *unweighted)
         return *result, q.new_empty(0)
     need = layouts.bias_or_weights_needed(need)
     *found, dweights = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, True)
-    return *found, q.new_empty(0), dweights.reshape(weights.shape) if need & NEED_BIAS else dweights
+    if need & NEED_BIAS:
+        dweights = dweights.reshape(weights.shape).to(weights.dtype)
+    return *found, q.new_empty(0), dweights
 
 
 def prepared_backward(
@@ -180,15 +190,17 @@ def prepared_backward(
     in_rows = all(x is None or x.stride(-1) == 1 for x in (dout, saved.out))
     if not in_rows or not saved.lse.is_contiguous() or not prepared.has_scores(saved.tensors):
         return general
-    if library.fills_results():
+    if library.fills_results() or scalars.dropout_p:
         return general
     weighted = saved.tensors.key_weight is not None
+    if saved.tensors.key_weight is not None and saved.tensors.key_weight.dtype != torch.float32:
+        return general
     options = (
         *layouts.options(scalars),
         scalars.deterministic,
         generation,
         weighted,
-        *layouts.with_slopes(saved.tensors),
+        *layouts.last_options(saved.tensors, 0.0),
     )
     by_pairs = takes_pairs(saved.tensors, scalars, generation) and dout is not None
     made = prepared.PreparedBackward if saved.tensors.alibi_slopes is None else prepared.PreparedBackwardOfSlopes

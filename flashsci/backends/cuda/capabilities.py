@@ -19,7 +19,7 @@ _ROWS = frozenset(("q", "k", "v"))
 _OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
 #: The tensors that the library reads, by kind of call; a sink by the pass behind its kernels (flashsci/call/sink.py).
 READS = {
-    kinds.ATTENTION: _ROWS | _OFFSETS | {"bias", "key_weight", "mask", "alibi_slopes", "sink"},
+    kinds.ATTENTION: _ROWS | _OFFSETS | {"bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed"},
     kinds.PAGED: frozenset(
         ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
     ),
@@ -70,8 +70,6 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
 
     ``generation``: the only one to consider; it checks strides itself.
     """
-    if problem.dropout_p:
-        return 0, "it has no dropout"
     if problem.alibi_grad:
         return 0, "its alibi_slopes have no gradient"
     if problem.alibi and (problem.bias or problem.key_weight):
@@ -80,6 +78,10 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
         return 0, "its softcap bounds scores before the bias (softcap_at='scores')"
     if problem.varlen and problem.bias:
         return 0, "it has no bias for packed sequences"
+    if problem.dropout_p and (problem.dtype == torch.float32 or problem.key_weight):
+        return 0, DROPPING
+    if problem.dropout_p and ((problem.varlen and problem.alibi) or max(problem.head_dim, problem.head_dim_v) > 128):
+        return 0, DROPPING
     if problem.dtype == torch.float32 and problem.precision == "ieee":
         return (
             0,
@@ -91,19 +93,23 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
     assert problem.capability is not None
     capability = problem.capability[0] * 10 + problem.capability[1]
     info = library.described()
-    if problem.key_weight:  # only csrc/sm80/small has them
-        if generation not in (0, 80) or capability < 80 or not _is_weighted(problem):
-            return 0, WEIGHTED
-        if kind == "backward" and not strides:
-            return (
-                0,
-                "its gradients of key_weight are of rows that begin at multiples of 16 bytes, and of weights of each batch member",
-            )
-        return 80, None
-    if problem.alibi and (generation not in (0, 80) or capability < 80):
-        return 0, "only its kernels for compute capability 8.0 and newer (sm80) have alibi_slopes"
-    if problem.alibi:
+    if problem.key_weight and (problem.varlen or problem.bias):
+        return 0, WEIGHTED
+    if kind == "backward" and not strides and _is_short_weighted(problem):
+        return (
+            0,
+            "its gradients of key_weight for at most 32 queries and keys are of rows that begin at multiples of 16 bytes, and of weights of each batch member",
+        )
+    for given, name in (
+        (problem.dropout_p, "dropout"),
+        (problem.alibi, "alibi_slopes"),
+        (problem.key_weight, "key_weight"),
+    ):
+        if given and (generation not in (0, 80) or capability < 80):
+            return 0, f"only its kernels for compute capability 8.0 and newer (sm80) have {name}"
+    if problem.dropout_p or problem.alibi or problem.key_weight:
         generation = 80
+    units = dict.fromkeys(_UNITS, "dropout") if problem.dropout_p else _UNITS
     reason = None
     for candidate in (generation,) if generation else GENERATIONS:
         if candidate == 90:
@@ -111,7 +117,7 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
         else:  # Turing's kernels run on newer devices, but only on request
             asked = candidate != 75 or capability < 80 or generation == 75
             runs = capability >= candidate and asked
-        unit = f"cuda/sm{candidate}/{_UNITS[kind]}_{_DTYPES[problem.dtype]}"
+        unit = f"cuda/sm{candidate}/{units[kind]}_{_DTYPES[problem.dtype]}"
         if runs and unit in info["units"]:
             reason = _limit(kind, candidate, problem, strides or generation != 0)
             if reason is None:
@@ -119,6 +125,7 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
     if reason is not None:
         return 0, reason
     only = f" of generation sm{generation}" if generation else ""
+    only += " with dropout" if problem.dropout_p else ""
     return (
         0,
         f"this build (FA_ARCHS={','.join(info['archs'])}) has no {_name(problem.dtype)} {kind} "
@@ -161,20 +168,23 @@ def backward_kernels(problem: Problem, strides: bool = False, generation: int = 
     return _kernels("backward", problem, generation, strides)
 
 
-#: The calls with key weights that csrc/sm80/small takes.
-WEIGHTED = (
-    "it has key_weight for float32 calls of at most 32 queries and keys and 64 head dims, multiples of 4, without bias, "
-    "softcap and grouped heads"
+#: The calls with dropout that csrc/sm80/dropout takes.
+DROPPING = (
+    "it has dropout for float16 and bfloat16 calls of head dims up to 128 without key_weight, and for packed sequences "
+    "without alibi_slopes"
 )
 
+#: The calls with key weights that csrc/sm80 takes.
+WEIGHTED = "it has key_weight for dense calls without bias and alibi_slopes"
 
-def _is_weighted(problem: Problem) -> bool:
-    """Whether a call with key weights is one of WEIGHTED.
+
+def _is_short_weighted(problem: Problem) -> bool:
+    """Whether the forward of a call with key weights is one of csrc/sm80/small, whose backward has fewer layouts.
 
     No library is asked: a refusal states these limits, also where none was built or where a compiler hides sizes.
     """
     p = problem
-    if p.varlen or p.bias or p.softcap or p.seq_q is None or p.seq_k is None:
+    if not p.key_weight or p.bias or p.softcap or p.seq_q is None or p.seq_k is None:
         return False
     dims = p.head_dim, p.head_dim_v
     return (

@@ -12,8 +12,8 @@ from flashsci.call.ops import NEED_BIAS, NEED_KEY_WEIGHT, Scalars, Tensors
 
 
 def bias_or_weights(tensors: Tensors) -> Tensor | None:
-    """The tensor that the library takes as a bias: key weights as [*, Hk or 1, 1, Sk], if a call has them."""
-    return tensors.bias if tensors.key_weight is None else tensors.key_weight.unsqueeze(-2)
+    """The tensor that the library takes as a bias: key weights in fp32 as [*, Hk or 1, 1, Sk], if a call has them."""
+    return tensors.bias if tensors.key_weight is None else tensors.key_weight.float().unsqueeze(-2)
 
 
 def _slopes(tensors: Tensors) -> Tensor:
@@ -35,9 +35,12 @@ def inputs(tensors: Tensors) -> tuple[Tensor | None, ...]:
     return t.q, t.k, t.v, bias, t.mask, t.cu_seqlens_q, t.cu_seqlens_k
 
 
-def with_slopes(tensors: Tensors) -> tuple[bool, ...]:
-    """The last argument of an op where the tensors have slopes; else none."""
-    return () if tensors.alibi_slopes is None else (True,)
+def last_options(tensors: Tensors, dropout_p: float) -> tuple[Any, ...]:
+    """The last arguments of an op: whether the tensors have slopes, then those of dropout; as many as the call needs."""
+    slopes = tensors.alibi_slopes is not None
+    if dropout_p:
+        return slopes, tensors.dropout_seed, dropout_p
+    return (True,) if slopes else ()
 
 
 def options(scalars: Scalars) -> tuple[Any, ...]:
@@ -53,16 +56,18 @@ def bias_or_weights_needed(need: int) -> int:
 
 
 def whole_rows(tensors: Tensors) -> Tensors:
-    """The tensors; with key weights, rows of q, k and v begin at multiples of 16 bytes, because no kernel takes
-    others."""
-    if tensors.key_weight is None:
+    """The tensors; with key weights, fp32 rows of q, k and v begin at multiples of 16 bytes, because the kernels of short
+    sequences take no others."""
+    if tensors.key_weight is None or tensors.q.dtype != torch.float32:
         return tensors
     q, k, v = (on_16_bytes(x) for x in (tensors.q, tensors.k, tensors.v))
     return tensors._replace(q=q, k=k, v=v)
 
 
 def on_16_bytes(x: Tensor) -> Tensor:
-    """x of float32, copied unless its rows begin at multiples of 16 bytes."""
+    """x, copied if it is float32 and its rows do not begin at multiples of 16 bytes."""
+    if x.dtype != torch.float32:
+        return x
     steps = [s for n, s in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
     aligned = x.data_ptr() % 16 == 0 and not any(s % 4 for s in steps)
     return x if aligned else x.clone(memory_format=torch.contiguous_format)

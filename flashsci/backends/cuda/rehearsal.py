@@ -58,8 +58,9 @@ def forward_kernels(tensors: Tensors, scalars: Scalars, device: DescribedDevice,
     inputs = layouts.inputs(tensors)
     weighted = tensors.key_weight is not None
     return _asked(
-        "cuda_forward_kernels", *inputs, *options, generation, weighted, *device, *layouts.with_slopes(tensors)
-    )
+        "cuda_forward_kernels", *inputs, *options, generation, weighted, *device,
+        *layouts.last_options(tensors, scalars.dropout_p),
+    )  # fmt: skip
 
 
 def backward_kernels(
@@ -75,7 +76,8 @@ def backward_kernels(
     weighted = tensors.key_weight is not None
     return _asked(
         "cuda_backward_kernels", dout, dlse, *layouts.inputs(tensors), saved.out, saved.lse, *layouts.options(scalars), scalars.deterministic,
-        generation, layouts.bias_or_weights_needed(need), weighted, *device, *layouts.with_slopes(tensors),
+        generation, layouts.bias_or_weights_needed(need), weighted, *device,
+        *layouts.last_options(tensors, scalars.dropout_p),
     )  # fmt: skip
 
 
