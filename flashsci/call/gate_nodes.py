@@ -172,7 +172,7 @@ class GatedCalls:
         given = [x for x in (*saved, dout, dlse) if x is not None]
         key = need, dout is None, dlse is None
         kept = self._backwards.get(key)
-        run = repeats.find(kept, given) if kept is not None and alone() else None
+        run = repeats.find(kept, given) if kept is not None and not _recording() and alone() else None
         if run is None:
             whole = Saved(Tensors(*tensors), out.detach(), lse.detach(), self.scalars)
             if _recording() or not bypasses_dispatcher(given):

@@ -65,9 +65,11 @@ def whole_rows(tensors: Tensors) -> Tensors:
 
 
 def on_16_bytes(x: Tensor) -> Tensor:
-    """x, copied if it is float32 and its rows do not begin at multiples of 16 bytes."""
+    """x, copied if it is float32 and its rows do not begin at multiples of 16 bytes. A tensor of a compiler has no address
+    yet, and is copied, too."""
     if x.dtype != torch.float32:
         return x
     steps = [s for n, s in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
-    aligned = x.data_ptr() % 16 == 0 and not any(s % 4 for s in steps)
+    has_address = type(x) in (Tensor, torch.nn.Parameter)
+    aligned = has_address and x.data_ptr() % 16 == 0 and not any(s % 4 for s in steps)
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
