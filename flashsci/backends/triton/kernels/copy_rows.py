@@ -40,16 +40,21 @@ def copy_rows_kernel(
     key = start + tl.arange(0, WORDS)[None, :] * EACH
     line //= tiles
     tiles = tl.cdiv(sizes.rows, ROWS)
-    row = (line % tiles * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-    first = row * strides.source[3]
-    place = row * strides.target[3]
+    row0 = (line % tiles * ROWS).to(tl.int64)
+    row = row0 + tl.arange(0, ROWS)[:, None]
+    from_outer, to_outer = row0 * 0, row0 * 0
     if OUTER:
         line //= tiles
         outer2 = (line % sizes.outer2).to(tl.int64)
         line //= sizes.outer2
         outer1, outer0 = (line % sizes.outer1).to(tl.int64), (line // sizes.outer1).to(tl.int64)
-        first += outer0 * strides.source[0] + outer1 * strides.source[1] + outer2 * strides.source[2]
-        place += outer0 * strides.target[0] + outer1 * strides.target[1] + outer2 * strides.target[2]
+        from_outer += outer0 * strides.source[0] + outer1 * strides.source[1] + outer2 * strides.source[2]
+        to_outer += outer0 * strides.target[0] + outer1 * strides.target[1] + outer2 * strides.target[2]
+    first = from_outer + row * strides.source[3]
+    place = to_outer + row * strides.target[3]
+    # Words that reach beyond the last number are in these programs alone.
+    end = from_outer + (row0 + ROWS - 1) * strides.source[3] + start + (WORDS + 2) * EACH
+    holds_last = end > sizes.last
     inside = (row < sizes.rows) & (key < sizes.keys)
     full = inside
     if not WHOLE:  # the numbers before the row's first word, and those after its last one, are stored one by one
@@ -72,15 +77,15 @@ def copy_rows_kernel(
         lies_in = (first + key) // EACH
         shift = (first + key) % EACH * (8 * BYTES)
     # Words that reach beyond the last number are read number by number.
-    end = (lies_in + 1) * EACH - before
-    low_is_there = end <= sizes.last + 1
-    high_is_there = (end + EACH <= sizes.last + 1) | (shift == 0)
+    behind = (lies_in + 1) * EACH - before
+    low_is_there = behind <= sizes.last + 1
+    high_is_there = (behind + EACH <= sizes.last + 1) | (shift == 0)
     low = tl.load(from_words + lies_in, mask=full & low_is_there, other=0)
     high = tl.load(from_words + lies_in + 1, mask=full & high_is_there & (shift != 0), other=0)
     # A shift by all bits is not defined.
     value = (low >> shift.to(tl.uint64)) | ((high << 1) << (63 - shift).to(tl.uint64))
-    cut = full & ~(low_is_there & high_is_there)
-    if tl.max(cut.to(tl.int32)) > 0:
+    if holds_last:
+        cut = full & ~(low_is_there & high_is_there)
         found = tl.zeros_like(value)
         for n in tl.static_range(EACH):
             number = tl.load(source - before + first + key + n, mask=cut & (key + n < sizes.keys), other=0)
