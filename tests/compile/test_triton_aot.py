@@ -53,6 +53,8 @@ def calls(architecture):
     narrow = {"weight": (2, 1, 96), "narrow_weight": True, "window_right": 0}
     yield "key weights of 16 bits, causal", "float16", (128, 128), narrow
     yield "key weights of 16 bits, causal, two chunks", "float16", (40, 72), narrow | {"bias": (2, 1, 1, 96)}
+    yield "rows of one number", "float16", (1, 1), {}
+    yield "rows of one number, apart", "float16", (1, 1), {"apart": True}
     capped = {"softcap": 9.0, "caps_bias": True}
     yield "softcap of biased scores", "float16", (64, 64), capped | {"bias": (1, 2, 48, 96), "alibi": (2, 2)}
     yield "softcap of biased scores, short", "float32", (32, 32), capped | {"seq": (31, 17), "bias": (2, 2, 31, 17)}
@@ -85,6 +87,8 @@ def arguments(torch, dtype, dims, options):
     heads_k = options.get("heads_k", 1)
     k = torch.zeros(*lead, heads_k, seq_k, head_dim, dtype=dtype)
     v = torch.zeros(*lead, heads_k, seq_k, head_dim_v, dtype=dtype)
+    if options.get("apart"):
+        q, k, v = (torch.cat((x, x), -1)[..., : x.shape[-1]] for x in (q, k, v))
     bias = weight = mask = cu_q = cu_k = offsets = seed = slopes = table = None
     if options.get("packed"):
         cu_q = torch.tensor([0, 20, 48], dtype=torch.int32)
@@ -168,6 +172,13 @@ def test_compiles(architecture):
     forwards = {e["call"]: e for e in found if e["kernel"] == "forward_kernel"}
     assert forwards["negative scale"]["rounded products"] >= 16, forwards
     assert forwards["plain"]["rounded products"] >= 4, forwards
+    # Where rows are neighbours, tiles are held as those of other rows: products of transposed tiles are wrong.
+    for kernel in ("forward_kernel", "dq_kernel", "dkdv_kernel", "jvp_kernel", "double_backward_keys_kernel"):
+        together, apart = (
+            {e["loops"] for e in found if e["kernel"] == kernel and e["call"] == f"rows of one number{rest}"}
+            for rest in ("", ", apart")
+        )
+        assert together == apart, kernel
     # Of a tile that is loaded ahead and read by both, Triton 3.6 overwrites what wgmma still reads.
     mixed = [e for e in found if e["wgmma"] and e["mma"] and e["stages"] > 1]
     assert not mixed, mixed

@@ -3,8 +3,8 @@
 A head dim is held as one or two chunks of a power of two, so that 80 = 64 + 16 and 96 = 64 + 32 do not cost as much
 as 128. A tile of rows is a tuple of its chunks, (x0,) or (x0, x1); C: Chunks in arguments.py.
 
-Strides are never specialised. Every stride and head dim is a multiple of VECTOR elements: `aligned` tells the
-compiler, which then loads 16 bytes at a time.
+Every stride and head dim is a multiple of VECTOR elements: `aligned` tells the compiler, which then loads 16 bytes at a
+time.
 """
 
 import triton

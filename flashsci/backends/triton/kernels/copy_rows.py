@@ -2,7 +2,7 @@
 
 Maths     target = source
 Grid      one axis over (up to three dims, tile of rows, tile of the words of a row)
-Tiles     4 KB: 16 rows of 32 words of 8 bytes, a row for each warp. A word of the target is cut from the two words of the source
+Tiles     4 KB: 4 rows of 128 words of 8 bytes, a row for each warp. A word of the target is cut from the two words of the source
           that it lies in: loads of single numbers would take four times as many instructions
 Limits    memory
 """

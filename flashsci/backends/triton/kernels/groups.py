@@ -3,7 +3,7 @@
 Tuples annotated `tl.constexpr` in a kernel (Features, Chunks) are known to the compiler; a kernel is compiled for
 each of their values. All others reach the device as the numbers and pointers in them. Of these, the compiled kernel
 contains: which tensors are absent (None), dtypes, which pointers are multiples of 16 bytes, and which strides are 1
-or multiples of 16.
+(not those of rows) or multiples of 16.
 """
 
 from typing import Any, NamedTuple
@@ -161,6 +161,11 @@ class Operand(NamedTuple):
     VECTOR: int  # strides and rows are multiples of it
 
 
+# Strides of tensors with rows, as arguments of kernels or fields of groups: (b0, b1, head, row).
+ROWS = frozenset((
+    "q", "k", "v", "out_strides", "dout_strides", "tout_strides", "dq_strides", "dk_strides", "dv_strides", "gq_strides",
+    "gk_strides", "gv_strides",
+))  # fmt: skip
 # Numbers in these change from call to call: a kernel is not compiled again if one of them is 1 or a multiple of 16.
 # (For strides it is: the strides of one layout are equal.)
 RUNTIME = ("sizes", "schedule", "sharing", "mod", "tiles", "product")

@@ -3,14 +3,15 @@
 import triton
 from triton.runtime.jit import JITFunction
 
-from .groups import RUNTIME
+from .groups import ROWS, RUNTIME
 
 
 class Kernel(JITFunction):
-    """A JIT function whose `do_not_specialize` also holds for numbers in tuples.
+    """A JIT function whose `do_not_specialize` also holds for numbers in tuples, and which never knows that rows are neighbours.
 
-    Triton 3.6 reads it for arguments, not for the contents of a tuple: it would compile a kernel again for every
-    number that is 1 or a multiple of 16.
+    Triton 3.6 reads `do_not_specialize` for arguments, not for the contents of a tuple: it would compile a kernel again
+    for every number that is 1 or a multiple of 16. Of rows of one number, 1 apart, it would hold a tile transposed: its
+    products by wgmma are then wrong.
     """
 
     def create_binder(self):
@@ -19,7 +20,7 @@ class Kernel(JITFunction):
         def bind(*args, **options):
             bound, specialization, options = binder(*args, **options)
             found = [
-                general(kind, value) if p.do_not_specialize else (kind, value)
+                general(kind, value) if p.do_not_specialize else rows_apart(p.name, kind, value)
                 for p, (kind, value) in zip(self.params, specialization, strict=True)
             ]
             return bound, found, options
@@ -33,6 +34,18 @@ def general(kind, value):
         kinds, values = zip(*map(general, kind, value), strict=True)
         return kinds if type(kind) is tuple else type(kind)(*kinds), values
     return "i32" if kind == "constexpr" and value == 1 else kind, None
+
+
+def rows_apart(name, kind, value):
+    """The same of any argument, with the stride of rows not compiled in if it is 1. name: of the argument or field."""
+    if not isinstance(kind, tuple):
+        return kind, value
+    if type(kind) is tuple and name in ROWS:
+        last, known = general(kind[-1], value[-1])
+        return ((*kind[:-1], last), (*value[:-1], known)) if kind[-1] == "constexpr" else (kind, value)
+    names = getattr(kind, "_fields", (name,) * len(kind))
+    kinds, values = zip(*map(rows_apart, names, kind, value), strict=True)
+    return kinds if type(kind) is tuple else type(kind)(*kinds), values
 
 
 def kernel(function):
