@@ -47,6 +47,7 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, atol=0, rtol=0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("wide", (False, True))  # their scores are held between products
 @pytest.mark.parametrize("bias", (None, "pair"))
 def test_opcheck_of_the_triton_ops(bias: str | None, wide: bool) -> None:

@@ -203,6 +203,7 @@ OF_LSE = ("a key lost from the sum", "the sum of truncated P", "lse 1% off")
 SPREAD_OUT = FP8Case(FP8Variant(head_dim=64, head_dim_v=64), 5, (200,), (900,), (2,), 2, 2, scales=("head", "64", "64"))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rounded_sums", (False, True))
 @pytest.mark.parametrize("sharp", (0.01, 0.1, 1.0, 4.0))
 def test_the_judge_lets_a_kernel_pass(sharp, rounded_sums):
@@ -216,6 +217,7 @@ def test_the_judge_lets_a_kernel_pass(sharp, rounded_sums):
             judge.require(as_a_kernel(inputs, "", rounded_sums, offset))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rounded_sums", (False, True))
 @pytest.mark.parametrize("fault", (*FAULTS, *OF_LSE))
 def test_the_judge_finds_faults(fault, rounded_sums):

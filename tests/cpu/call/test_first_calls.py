@@ -155,6 +155,7 @@ def test_the_cuda_library(outcome):
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "triton", "cuda"])
 def test_calls_of_every_kind(backend):
     """Forward, gradients and second order; dense and packed; some threads by each entry. All agree with one alone."""

@@ -103,6 +103,7 @@ def test_repeats_save_what_the_first_call_saves(name, backend):
     assert all(again == found[0] for again in found), found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", CALLS)
 def test_checkpoint_at_every_call_of_a_kind(name, before):

@@ -172,6 +172,7 @@ def test_the_environment_variable_tunes_a_process(machine):
     assert "FLASHSCI_TUNE='yes' is neither '1', to tune this process, nor '0'" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_script(machine, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)

@@ -21,7 +21,7 @@ from tests.cpu.distributed.distributed_faults import (
 )
 from tests.support.ranks import Ranks
 
-pytestmark = pytest.mark.every(4)
+pytestmark = pytest.mark.every(8)
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
 GRACE = 60.0  # seconds beyond the timeout on a busy machine; a call that hangs takes tests.support.ranks.PATIENCE

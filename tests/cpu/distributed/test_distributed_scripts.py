@@ -52,6 +52,7 @@ def test_scaling_of_two_ranks():
     assert said.count("| one |") == 4, "as they come, and at the end"
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_into_the_time_is_left_out():
     found = rows(run("tools/distributed/context_parallel.py", "--device", "cpu", "--tiny", "--minutes", "0"))
     assert {r[5] for r in found} == {"no time left"} and len(found) == 6
@@ -81,6 +82,7 @@ def test_torchs_context_parallelism_gets_what_it_wants():
     assert re.search(r"^torch on rank 0: NotImplementedError: .*flash_attention", said, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_long_sequence():
     """One loss and one gradient, however many ranks share the sequence."""
     found = []

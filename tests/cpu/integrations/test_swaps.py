@@ -262,6 +262,7 @@ def _casts(name):
     return name not in ("multihead, causal", "multihead, float mask", "encoder, causal", "decoder")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_any_order(order):
     for name in ("multihead, padded", "vision block"):

@@ -206,6 +206,7 @@ def test_a_part_has_a_name_and_a_seed_of_its_own(tmp_path, monkeypatch, bearable
     assert "3 runs and parts: 9 generated cases" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_unknown_unit_and_missing_gpu(capsys):
     unit = next(iter(digest.units()))
     assert check.run("triton/sideways", cases=1, out=None, device="cpu") == 2

@@ -72,6 +72,7 @@ def draws(folder: Path, *options: str) -> str:
     return next(line for line in run(folder, DRAWS, *options) if "DRAWN" in line)
 
 
+@pytest.mark.slow
 def test_one_in_n_cases_runs_at_once_and_the_others_among_the_slow_ones(tmp_path):
     ran = {
         chosen: [line.split("RAN ")[1].rstrip(".") for line in run(tmp_path, CASES, "-m", chosen) if "RAN" in line]
@@ -82,6 +83,7 @@ def test_one_in_n_cases_runs_at_once_and_the_others_among_the_slow_ones(tmp_path
     assert sorted(quick + slow) == sorted(ran[""]) and len(ran[""]) == 24
 
 
+@pytest.mark.slow
 def test_a_seed_decides_what_is_drawn(tmp_path):
     one, again, two = (draws(tmp_path, f"--hypothesis-seed={n}") for n in (1, 1, 2))
     assert one == again

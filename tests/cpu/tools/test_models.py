@@ -307,6 +307,7 @@ def too_large(self, q, k, v):
     raise torch.OutOfMemoryError("2 TiB")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("patch", "gate"),
     [
@@ -384,6 +385,7 @@ def compiled_toy(monkeypatch, module):
     return measure.run(["toy"], size="tiny", device="cpu", seconds=0.01, compiled=True)
 
 
+@pytest.mark.slow
 def test_compiled_steps(monkeypatch):
     theirs, ours = compiled_toy(monkeypatch, toy())
     for record in (theirs, ours):
@@ -391,6 +393,7 @@ def test_compiled_steps(monkeypatch):
         assert record["compiled_difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_a_compiler_that_changes_results_or_refuses_is_seen(monkeypatch):
     honest = torch.compile
     ways = []
