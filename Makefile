@@ -33,7 +33,7 @@ TO_BUILD := $(patsubst none,75$(comma)80$(comma)90,$(ARCHS))
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:,)$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install build build-manual models demo force-field test test-fast test-slow matrix test-all serving versions lint format types docs \
+.PHONY: help install build build-manual models demo force-field test test-fast test-slow test-rest matrix test-all serving versions lint format types docs \
   bench check gpu-check sweep env wheel clean FORCE
 
 help: ## this list
@@ -87,12 +87,15 @@ test: install ## the tests that this machine can run, without the slow ones
 	$(call pytest,$(PARALLEL) -m "not slow")
 
 test-slow: install ## the slow tests: builds, and every Triton kernel compiled for every architecture
-	$(call pytest,-n 2 --dist worksteal --max-worker-restart=0 -m slow --ignore=tests/machinery)
+	$(call pytest,-n 2 --dist worksteal --max-worker-restart=0 -m "slow and not rest" --ignore=tests/machinery)
+
+test-rest: install ## of tests with the marker every(n) the cases that `make test` leaves out
+	$(call pytest,-n 2 --dist worksteal --max-worker-restart=0 -m rest --ignore=tests/machinery)
 
 matrix: install ## every cell of tests/machinery, of which `make test` runs two thirds (20 minutes)
 	$(call pytest,-n 2 --dist worksteal --max-worker-restart=0 tests/machinery)
 
-test-all: test test-slow ## every test that this machine can run
+test-all: test test-slow test-rest ## every test that this machine can run
 
 test-fast: install ## the CPU tests only
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest tests/cpu -m "not slow" $(PARALLEL)

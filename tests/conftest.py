@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Applies the marker ``every``; and leaves out tests/cpu where a GPU is in sight: a process that sees one does not
     interpret Triton on the CPU."""
-    _mark_slow(items)
+    _mark_rest(items)
     if not torch.cuda.is_available():
         return
     reason = "a GPU is in sight: run tests/cpu with CUDA_VISIBLE_DEVICES= (`make test` does)"
@@ -66,9 +66,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _mark_slow(items: list[pytest.Item]) -> None:
-    """Mark as slow all but one in n cases of each function with the marker ``every(n)``: the same cases in every run,
-    and at least one of each function."""
+def _mark_rest(items: list[pytest.Item]) -> None:
+    """Marks as slow, and as the rest, all but one in n cases of each function with the marker ``every(n)``, and at least one of each
+    function: the same cases in every run, but others for each number in FLASHSCI_SHARE."""
+    share = int(os.environ.get("FLASHSCI_SHARE", "0"))
     cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("every") is not None:
@@ -78,8 +79,11 @@ def _mark_slow(items: list[pytest.Item]) -> None:
         marker = drawn[0].get_closest_marker("every")
         assert marker is not None
         (n,) = marker.args
-        for item in drawn[-(-len(drawn) // n) :]:
+        count = -(-len(drawn) // n)
+        first = share * count % len(drawn)
+        for item in (drawn + drawn)[first + count : first + len(drawn)]:
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.rest)
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def test_one(): print("RAN one")
 def run(folder: Path, text: str, *options: str) -> list[str]:
     """The lines that a run of a file with these options prints."""
     shutil.copy(CONFTEST, folder / "conftest.py")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow: slow\n  every(n): one in n\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow: slow\n  rest: rest\n  every(n): one in n\n")
     (folder / "test_file.py").write_text(text)
     command = [
         sys.executable,
@@ -73,14 +73,19 @@ def draws(folder: Path, *options: str) -> str:
 
 
 @pytest.mark.slow
-def test_one_in_n_cases_runs_at_once_and_the_others_among_the_slow_ones(tmp_path):
-    ran = {
-        chosen: [line.split("RAN ")[1].rstrip(".") for line in run(tmp_path, CASES, "-m", chosen) if "RAN" in line]
-        for chosen in ("not slow", "slow", "")
-    }
-    quick, slow = ran["not slow"], ran["slow"]
+def test_one_in_n_cases_runs_at_once_and_the_others_are_the_rest(tmp_path, monkeypatch):
+    def ran(*options):
+        return [line.split("RAN ")[1].rstrip(".") for line in run(tmp_path, CASES, *options) if "RAN" in line]
+
+    quick, every = ran("-m", "not slow"), ran()
     assert [sum(name in line for line in quick) for name in ("many", "two", "one")] == [6, 1, 1]
-    assert sorted(quick + slow) == sorted(ran[""]) and len(ran[""]) == 24
+    assert sorted(quick + ran("-m", "rest")) == sorted(every) and len(every) == 24
+    shares = [quick]
+    for share in ("1", "2", "3"):
+        monkeypatch.setenv("FLASHSCI_SHARE", share)
+        shares.append(ran("-m", "not slow"))
+        assert len(shares[-1]) == len(quick)
+    assert {line for found in shares for line in found} == set(every), "four shares of a quarter are all cases"
 
 
 @pytest.mark.slow
