@@ -60,6 +60,7 @@ def report(architecture: int, _, launched: list):
 
 
 @pytest.mark.slow
+@pytest.mark.every(2)
 @pytest.mark.parametrize("architecture", PRODUCTS)
 def test_compiles(architecture):
     pytest.importorskip("triton")

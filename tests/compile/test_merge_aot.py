@@ -34,6 +34,7 @@ def compile_for(architecture: int) -> list[dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.every(2)
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_all_have_read_the_statistics_before_one_writes_them(architecture):
     """Threads share a row where there are fewer rows than threads: between the last load and the store that ends the kernel

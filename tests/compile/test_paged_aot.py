@@ -66,6 +66,7 @@ def report(architecture: int, _, launched: list):
 
 
 @pytest.mark.slow
+@pytest.mark.every(3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles(architecture):
     pytest.importorskip("triton")

@@ -13,7 +13,7 @@ from flashsci.testing import Case, Inputs, Judge, Variant, generate, make_inputs
 from tests.cpu.emulator.emulated import build, emulate, is_found
 from tools.kernels.launchers import ForwardParams, _pointer, _strides
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every(4)]
 
 # Left out, which have tests of their own.
 ELSEWHERE = (

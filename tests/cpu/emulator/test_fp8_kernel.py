@@ -15,7 +15,7 @@ from flashsci.testing import FP8Case, FP8Inputs, FP8Variant, generate_fp8, make_
 from tests.cpu.emulator.emulated import build, emulate, is_found
 from tools.kernels.launchers import ForwardParams, _fields, _pointer, _strides
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every(4)]
 
 
 class Scales(c.Structure):

@@ -22,7 +22,7 @@ from flashsci.testing import (
 from tests.cpu.emulator.emulated import ROOT, build, emulate, is_found
 from tools.kernels.launchers import _fields, _pointer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every(4)]
 
 
 class Params(c.Structure):

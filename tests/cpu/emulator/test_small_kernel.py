@@ -23,7 +23,7 @@ from tools.kernels.launchers import (
     _strides,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every(4)]
 
 DTYPES = ("float16", "bfloat16", "float32")
 LENGTHS = (1, 2, 7, 15, 16, 17, 24, 29, 31, 32)

@@ -13,7 +13,7 @@ from flashsci.testing import Inputs, Judge, evaluate
 from tests.cpu.emulator.emulated import build, emulate, is_found
 from tools.kernels.launchers import BackwardParams, BiasMask, _pointer, _score_strides, _strides
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every(4)]
 
 
 @pytest.fixture(scope="module")

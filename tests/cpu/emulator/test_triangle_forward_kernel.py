@@ -12,7 +12,7 @@ from flashsci.testing import Inputs, Judge
 from tests.cpu.emulator.emulated import build, emulate, is_found
 from tools.kernels.launchers import BiasMask, ForwardParams, _pointer, _score_strides, _strides
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every(4)]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
