@@ -77,6 +77,7 @@ def test_one_in_n_cases_runs_at_once_and_the_others_are_the_rest(tmp_path, monke
     def ran(*options):
         return [line.split("RAN ")[1].rstrip(".") for line in run(tmp_path, CASES, *options) if "RAN" in line]
 
+    monkeypatch.setenv("FLASHSCI_SHARE", "0")
     quick, every = ran("-m", "not slow"), ran()
     assert [sum(name in line for line in quick) for name in ("many", "two", "one")] == [6, 1, 1]
     assert sorted(quick + ran("-m", "rest")) == sorted(every) and len(every) == 24
