@@ -36,6 +36,8 @@ TOPS = 1, 5, 20, 64  # probabilities of each row that a call asks for, by its nu
 _SHAPING = ("causal", "window", "align", "scale", "softcap", "softcap_at")
 _UNIT = torch.finfo(torch.float32).eps / 2
 _SUBNORMAL = 2.0**-149
+# Kernels lower an lse from 2^20 on by this share of it, a little more than its roundings and those of the scores.
+_LARGE, _MARGIN = 2.0**20 * (1 - 2.0**-18), 2.0**-18 * (1 + 2.0**-18)
 _LOST = 128 * torch.finfo(torch.float32).tiny  # of P log P where P is subnormal
 
 
@@ -140,7 +142,9 @@ def _expected(
     exponent = (s.scores + s.log_w - torch.where(lse > -torch.inf, lse, zero)).clamp(max=0)
     exponent = torch.where(seen, exponent, zero)
     p = torch.where(seen, exponent.exp(), zero)
-    low, high = exponent - away, (exponent + away).clamp(max=0)
+    # Of a huge lse kernels subtract less, because its roundings alone would decide between 0 and 1.
+    lowered = torch.where(lse.abs() >= _LARGE, _MARGIN * lse.abs(), zero).nan_to_num(0.0, 0.0, 0.0)
+    low, high = exponent - away, (exponent + away + lowered).clamp(max=0)
     moved = torch.maximum(high.exp() - p, p - low.exp())
     terms = torch.stack([-x * x.exp() for x in (low, exponent, high)])
     most = torch.where((low < -1) & (high > -1), 1 / math.e, terms.amax(0))  # of -x e^x between low and high

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.call.ops import NEED_BIAS, NEED_KEY_WEIGHT, Scalars, Tensors
+from flashsci.call.ops import NEED_BIAS, NEED_KEY_WEIGHT, Scalars, Tensors, bypasses_dispatcher
 
 
 def bias_or_weights(tensors: Tensors) -> Tensor | None:
@@ -65,11 +65,10 @@ def whole_rows(tensors: Tensors) -> Tensors:
 
 
 def on_16_bytes(x: Tensor) -> Tensor:
-    """x, copied if it is float32 and its rows do not begin at multiples of 16 bytes. A tensor of a compiler has no address
-    yet, and is copied, too."""
+    """x, copied if it is float32 and its rows do not begin at multiples of 16 bytes. The address of a tensor of a tracer or
+    transform is not known: it is copied, too."""
     if x.dtype != torch.float32:
         return x
     steps = [s for n, s in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
-    has_address = type(x) in (Tensor, torch.nn.Parameter)
-    aligned = has_address and x.data_ptr() % 16 == 0 and not any(s % 4 for s in steps)
+    aligned = bypasses_dispatcher((x,)) and x.data_ptr() % 16 == 0 and not any(s % 4 for s in steps)
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
