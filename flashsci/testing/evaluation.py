@@ -215,8 +215,8 @@ def evaluate_along(inputs: Inputs, backend: str, directions: Sequence[dict[str, 
     names = [n for n in LEAVES if f"t{n}" in directions[0]]
     given = {n: getattr(inputs, n) for n in LEAVES}
     given = {n: None if x is None else x.detach() for n, x in given.items()}
-    # torch gives a tangent the layout of its tensor, and cannot do so in expanded memory.
-    at = tuple(given[n].contiguous() if 0 in given[n].stride() else given[n] for n in names)
+    # torch gives a tangent the layout of its tensor, and cannot do so in expanded memory or for a negated view.
+    at = tuple(given[n].contiguous() if 0 in given[n].stride() else given[n].resolve_neg() for n in names)
 
     def moved(*values: Tensor) -> tuple[Tensor, ...]:
         return call(*(given | dict(zip(names, values, strict=True))).values())

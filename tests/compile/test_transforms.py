@@ -116,13 +116,24 @@ def test_transform(backend, dtype, name):
     close(make(backend)(*x), make("reference")(*(y.float() for y in x)), name, half)
 
 
+def along(loss):
+    return lambda q, *r: func.jvp(lambda q: loss(q, *r), (q,), (q,))[1]
+
+
 @pytest.mark.parametrize("backend", FUSED)
-@pytest.mark.parametrize("name", ["jacfwd of jacfwd", "jacfwd of jvp", "third"])
+@pytest.mark.parametrize("name", ["jacfwd of jacfwd", "jacfwd of jvp"])
+def test_forward_mode_over_forward_mode(backend, name):
+    make = (lambda f: func.jacfwd(func.jacfwd(f))) if name == "jacfwd of jacfwd" else lambda f: func.jacfwd(along(f))
+    x = inputs()
+    close(make(scalar(backend, True))(*x), make(scalar("reference", True))(*x), name)
+
+
+@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize("name", ["jacfwd of jvp of jvp", "third"])
 def test_what_the_formulas_do_not_reach_is_refused(backend, name):
     loss = scalar(backend, True)
     calls = {
-        "jacfwd of jacfwd": func.jacfwd(func.jacfwd(loss)),
-        "jacfwd of jvp": func.jacfwd(lambda q, *r: func.jvp(lambda q: loss(q, *r), (q,), (q,))[1]),
+        "jacfwd of jvp of jvp": func.jacfwd(along(along(loss))),
         "third": func.grad(lambda q, *r: func.grad(lambda q: func.grad(loss)(q, *r).square().sum())(q).square().sum()),
     }
     with pytest.raises(flashsci.BackendError, match="backend='reference'"):

@@ -170,7 +170,8 @@ class Kernels:
         slopes = inputs.alibi_slopes
         if slopes is not None:
             self.bias = slopes[None, :, None, None]
-        self.last = self.weighted, slopes is not None
+        dropout = (inputs.dropout_seed, inputs.options["dropout_p"]) if call.dropout else ()
+        self.last = self.weighted, slopes is not None, *dropout
 
     def _swap(self, x: Tensor) -> Tensor:
         """Packed: [T, H, D] as [H, T, D], which the ops take, and back."""
