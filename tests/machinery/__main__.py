@@ -73,7 +73,9 @@ def main() -> int:
         return 0
     lines, died = ([], 0) if given.read else run(given)
     if given.save:
-        given.save.write_text("\n".join(lines) + "\n")
+        from .page import where
+
+        given.save.write_text("\n".join([json.dumps({"where": where()}), *lines]) + "\n")
     outcomes = _read(given.known) | _read(given.read or []) | _parsed(lines)
     found = {key: outcome for key, (outcome, _) in outcomes.items()}
     seconds: Counter[str] = Counter()
@@ -86,7 +88,7 @@ def main() -> int:
     if given.write:
         from .page import page
 
-        given.write.write_text(page(found))
+        given.write.write_text(page(found, _where(given.read or [])))
     kinds = Counter(outcome.kind for outcome in found.values())
     print(f"{len(found)} cells:", ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
     return int(died > 0 or not found or any(kind in BAD for kind in kinds))
@@ -100,10 +102,20 @@ def _parsed(lines: Iterable[str]) -> dict[Key, tuple[Outcome, float]]:
     from .outcomes import Outcome
 
     found: dict[Key, tuple[Outcome, float]] = {}
-    for line in lines:
-        name, row, machinery, backend, kind, why, took = json.loads(line)
-        found[name, row, machinery, backend] = Outcome(kind, why), took
+    for values in map(json.loads, lines):
+        if isinstance(values, list):
+            name, row, machinery, backend, kind, why, took = values
+            found[name, row, machinery, backend] = Outcome(kind, why), took
     return found
+
+
+def _where(paths: Iterable[Path]) -> str | None:
+    """The machine that outcomes were kept on, as the first line of the first file says."""
+    for path in paths:
+        first = json.loads(path.read_text().partition("\n")[0])
+        if isinstance(first, dict):
+            return str(first["where"])
+    return None
 
 
 def _read(paths: Iterable[Path]) -> dict[Key, tuple[Outcome, float]]:

@@ -63,7 +63,8 @@ def _short(why: str) -> str:
     return why if len(why) <= 200 else why[:199] + "…"
 
 
-def page(found: Found) -> str:
+def page(found: Found, machine: str | None = None) -> str:
+    """``machine``: that of the outcomes, if not this one, as :func:`where` says it."""
     parts, notes = [TITLE], Notes()
     rows = [(entry.name, row) for entry in OWN for row in entry.rows]
     for family in FAMILIES:
@@ -87,7 +88,7 @@ def page(found: Found) -> str:
             label = "; ".join(f"{name}: {', '.join(group)}" for name, group in calls.items())
             parts.append(_line([label, *line]))
         parts.append("")
-    parts += ["## Why\n", notes.text(), "", where()]
+    parts += ["## Why\n", notes.text(), "", machine or where()]
     return "\n".join(parts) + "\n"
 
 

@@ -241,7 +241,9 @@ def run(right: Right, given: Arguments) -> tuple[Any, bool]:
     if len(devices) > 1 or any(x is None for x in needed):
         return op(*given.values()), False
     keys = "CUDA" if "cuda" in devices else "CPU", "CompositeExplicitAutograd"
-    key = next(k for k in keys if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), k))
+    key = next((k for k in keys if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), k)), None)
+    if key is None:  # the one tensor is on a device that the op has no kernel for
+        return op(*given.values()), False
     mode = GuardedResults()
     with torch.no_grad(), mode:  # past torch's dispatcher, which would show the mode the op alone
         found = op._op_dk(getattr(torch._C.DispatchKey, key), *given.values())
