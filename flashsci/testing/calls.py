@@ -51,8 +51,8 @@ class CallLimits:
     longest: int = 16384
     longest_second: int = 1024  # of calls of the second order
     members: int = 10**6  # batch times heads
-    bytes: int = 4 << 30  # of all operands
-    flops: float = 3e13
+    bytes: int = 2 << 30  # of all operands
+    flops: float = 1e13
 
 
 LARGE_CALLS = CallLimits()  # for a GPU
@@ -211,7 +211,7 @@ def draw_call(seed: int, index: int, limits: CallLimits = LARGE_CALLS) -> DrawnC
     Examples:
         >>> from flashsci.testing import draw_call
         >>> print(draw_call(seed=1, index=0))
-        fp32 second, B 138, H 12, S 4, D 64, bshd, bias shared fp32, mask graph 10, causal
+        fp32 second, B 102, H 12, S 4, D 64, bshd, bias shared fp32, mask graph 10, causal
         >>> draw_call(1, 0) == draw_call(1, 0), draw_call(1, 0) == draw_call(2, 0)
         (True, False)
     """

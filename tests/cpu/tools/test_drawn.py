@@ -252,7 +252,7 @@ def test_the_run_ends_with_its_time_and_keeps_its_records(tmp_path, monkeypatch)
         def __init__(self, call, device, doing):
             self.call = call
 
-        def record(self):
+        def record(self, check):
             clock.now += 20
             return {**measure.about(self.call, CPU), "candidates": {}}
 
@@ -273,7 +273,7 @@ def test_a_call_that_fails_is_a_record_and_a_lost_device_the_last(monkeypatch):
         def __init__(self, call, device, doing):
             self.call, self.doing = call, doing
 
-        def record(self):
+        def record(self, check):
             self.doing.append("oracle")
             if self.call.index == 2:
                 self.doing.append("cuda")
@@ -287,17 +287,46 @@ def test_a_call_that_fails_is_a_record_and_a_lost_device_the_last(monkeypatch):
     assert "the oracle disagrees" in drawn.summary(records)
 
 
-def test_compiling_ahead_runs_calls_in_processes():
+def small_calls(count):
+    return (draw_call(1, n, SMALL_CALLS) for n in range(count))
+
+
+def test_checks_ahead_are_those_of_a_run(quick):
     steps = []
-    calls = (draw_call(1, n, SMALL_CALLS) for n in range(3))
-    ready = ahead.compile_ahead(calls, CPU, time.monotonic() + 300, workers=2, on_step=steps.append)
-    assert ready == 3
-    assert steps[-1] == "compiling ahead: 3 calls"
+    found = ahead.check_ahead(small_calls(3), CPU, time.monotonic() + 300, workers=2, on_step=steps.append)
+    assert list(found) == [0, 1, 2] and steps[-1] == "checking ahead: 3 calls"
+    call = draw_call(1, 1, SMALL_CALLS)
+    check = found[1]
+    assert check is not None and check.seconds > 0
+    given, alone = measure.record_of(call, CPU, check), measure.record_of(call, CPU)
+    gates = lambda record: {n: c["gate"].partition(";")[0] for n, c in record["candidates"].items()}  # noqa: E731
+    assert gates(given) == gates(alone)
+    assert given["candidates"]["auto"]["by"] == alone["candidates"]["auto"]["by"]
+    assert given["seconds"]["checking"] == round(check.seconds, 2)
 
 
-def test_compiling_ahead_ends_with_its_time():
+def test_a_candidate_that_a_check_found_wrong_is_not_run(quick, monkeypatch):
+    call = replace(PLAIN, work="forward")
+    check = measure.check_of(call, CPU)
+    ran = []
+    attend = ways.attend
+    monkeypatch.setattr(ways, "attend", lambda name, x: (ran.append(name), attend(name, x))[1])
+    record = measure.record_of(call, CPU, check._replace(reasons={**check.reasons, "math": "failed: out is wrong"}))
+    assert record["candidates"]["math"] == {"gate": "failed: out is wrong"}
+    assert "math" not in ran and "auto" in ran
+
+
+def test_a_check_without_memory_is_made_again_alone(monkeypatch):
+    def refused(self, name, sample):
+        return measure.NO_MEMORY if name == "math" else None
+
+    monkeypatch.setattr(measure.Measurement, "_try", refused)
+    assert measure.check_of(replace(PLAIN, work="forward"), CPU) is None
+
+
+def test_checks_ahead_end_with_their_time():
     begin = time.monotonic()
-    assert ahead.compile_ahead((draw_call(1, n, SMALL_CALLS) for n in range(9)), CPU, begin + 0.2, workers=1) < 3
+    assert len(ahead.check_ahead(small_calls(9), CPU, begin + 0.2, workers=1)) < 3
     assert time.monotonic() < begin + 300
 
 
@@ -306,14 +335,19 @@ def dying(call, device):
         os._exit(1)
 
 
-def test_compiling_ahead_survives_a_process(monkeypatch):
-    monkeypatch.setattr(ahead, "run_once", dying)
-    calls = (draw_call(1, n, SMALL_CALLS) for n in range(6))
-    assert ahead.compile_ahead(calls, CPU, time.monotonic() + 300, workers=1) == 6
+def test_checks_ahead_survive_a_process(monkeypatch):
+    monkeypatch.setattr(ahead, "check_once", dying)
+    found = ahead.check_ahead(small_calls(6), CPU, time.monotonic() + 300, workers=1)
+    assert found == dict.fromkeys(range(6))
 
 
-def test_compiling_ahead_ignores_errors():
-    ahead.run_once(replace(PLAIN, heads=3), "cpu")  # heads of q that no group divides
+def failing(call, device):
+    raise ValueError("heads of q that no group divides")
+
+
+def test_checks_ahead_leave_errors_to_the_run(monkeypatch):
+    monkeypatch.setattr(ahead, "check_once", failing)
+    assert ahead.check_ahead(small_calls(2), CPU, time.monotonic() + 300, workers=1) == {0: None, 1: None}
 
 
 def test_back_to_back_times_a_loop(monkeypatch):
@@ -355,7 +389,7 @@ def test_records_are_plain_json(quick):
     assert json.loads(json.dumps(record, allow_nan=False)) == json.loads(json.dumps(record))
 
 
-def ending(seed, numbers, limits, device, until, say):
+def ending(seed, numbers, limits, device, until, say, checks):
     """In place of `course.measured`, in a process of its own: one call ends it, and one loses its device."""
     for n in numbers:
         say(f"{n}")
@@ -408,25 +442,26 @@ def test_a_process_ends_with_the_time():
     assert drawn.run(3, 0.0, device="cpu", calls=2, isolated=True) == []
 
 
-def test_a_gpu_compiles_and_measures_in_turns(monkeypatch):
-    """Calls that are ready are measured; where time is left, the next ones are compiled."""
+def test_a_gpu_checks_and_times_in_turns(monkeypatch):
+    """Calls that are checked are timed; where time is left, the next ones are checked."""
     clock = Clock(0.0)
     turns = []
 
-    def compiling(calls, device, until, on_step):
+    def checking(calls, device, until, on_step):
         assert device.type == "cuda" and until == clock.now + course.AHEAD * (200 - clock.now)
         turns.append(next(iter(calls)).index)
         clock.now += 30
-        return 3
+        return {0: "first", 1: None, 2: "third"}
 
-    def measuring(seed, numbers, limits, device, until, on_step):
+    def measuring(seed, numbers, limits, device, until, on_step, checks):
         assert until == 200
+        assert checks == {turns[-1]: "first", turns[-1] + 1: None, turns[-1] + 2: "third"}
         for n in numbers:
             clock.now += 10
             yield {"call": draw_call(seed, n).as_dict(), "candidates": {}}
 
     monkeypatch.setattr(course, "time", clock)
-    monkeypatch.setattr(course, "compile_ahead", compiling)
+    monkeypatch.setattr(course, "check_ahead", checking)
     monkeypatch.setattr(isolation, "measured", measuring)
     records = drawn.run(1, 200, device=torch.device("cuda"), first=5)
     assert turns == [5, 8, 11]

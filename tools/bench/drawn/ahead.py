@@ -1,7 +1,7 @@
-"""Ahead-of-time compilation of the kernels of drawn calls: each call runs once in one of many processes.
+"""Checks of drawn calls ahead of their times, each call in one of many processes, where its kernels are compiled.
 
-Triton's kernels are compiled for dtypes, head dims, options, and for sizes and strides that are multiples of 16: the
-calls themselves are run, with their neighbours.
+A check takes many times as long as the times of a call. Kernels stay in the compilers' caches on disk, also those of
+the call's neighbour.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ import flashsci
 from flashsci.testing import DrawnCall
 from tools.bench.ahead import processes
 from tools.bench.drawn import ways
+from tools.bench.drawn.measure import Check, check_of
 from tools.bench.drawn.work import Work
 
-#: The candidates whose kernels are compiled at a first call.
-COMPILED = ("triton", "auto", "cuda")
+#: The findings on calls by their places. None: the call is to be checked alone.
+Checks = dict[int, Check | None]
 
 
-def compile_ahead(
+def check_ahead(
     calls: Iterable[DrawnCall],
     device: torch.device,
     until: float,
     workers: int | None = None,
     on_step: Callable[[str], object] = lambda text: None,
-) -> int:
-    """Compile for the calls in order, until that time by the monotonic clock or for all of them.
+) -> Checks:
+    """Check the calls in order, until that time by the monotonic clock or all of them.
 
     Returns:
-        The number of calls that are ready: the first ones, but for a few that were still compiling.
+        The findings on the first calls; None for a few among them that were still being checked, that took their process
+        with them, or that found too little memory.
     """
     workers = max(1, len(os.sched_getaffinity(0)) - 1) if workers is None else workers
     waiting = enumerate(calls)
-    running: dict[Future[None], int] = {}
-    finished: set[int] = set()
+    running: dict[Future[Check | None], int] = {}
+    found: Checks = {}
     begun, more = 0, True
     pool = processes(workers)
     try:
@@ -51,22 +53,26 @@ def compile_ahead(
                     more = item is not None
                     if item is not None:
                         begun = item[0] + 1
-                        running[pool.submit(run_once, item[1], device.type)] = item[0]
+                        running[pool.submit(check_once, item[1], device.type)] = item[0]
                 for future in wait(running, left, FIRST_COMPLETED).done:
-                    finished.add(running.pop(future))
-                    if isinstance(failure := future.exception(), BrokenProcessPool):
+                    place = running.pop(future)
+                    found[place] = None
+                    failure = future.exception()
+                    if isinstance(failure, BrokenProcessPool):
                         raise failure
+                    found[place] = None if failure else future.result()
             except BrokenProcessPool:  # a process died, and its pool with it: the benchmark meets its call again
-                finished.update(range(begun))
+                found = {n: found.get(n) for n in range(begun)}
                 running.clear()
                 _stop(pool)
                 pool = processes(workers)
-            on_step(f"compiling ahead: {len(finished)} calls")
+            on_step(f"checking ahead: {len(found)} calls")
     finally:
         _stop(pool)
-    late = [n for n in range(begun) if n not in finished]
+    late = [n for n in range(begun) if n not in found]
     few = workers // 4
-    return late[few] if len(late) > few else begun
+    ready = late[few] if len(late) > few else begun
+    return {n: found.get(n) for n in range(ready)}
 
 
 def _stop(pool: ProcessPoolExecutor) -> None:
@@ -78,17 +84,15 @@ def _stop(pool: ProcessPoolExecutor) -> None:
         process.join()
 
 
-def run_once(call: DrawnCall, device: str) -> None:
-    """Run a call and its neighbour by the candidates that compile. Errors are ignored here: the benchmark meets them
-    again and reports them."""
+def check_once(call: DrawnCall, device: str) -> Check | None:
+    """The findings on a call; its neighbour runs once, whose errors the benchmark meets again and reports."""
     torch.set_num_threads(1)
-    for one, names in ((call, COMPILED), (call.neighbour(), ("auto",))):
-        with contextlib.suppress(Exception):
-            work = Work(one, torch.device(device))
-            for name in names:
-                with contextlib.suppress(Exception), flashsci.use_backend(name, strict=True):
-                    work.timed(ways.attend(name, work.inputs))()
-            del work
+    try:
+        return check_of(call, torch.device(device))
+    finally:
+        with contextlib.suppress(Exception), flashsci.use_backend("auto", strict=True):
+            neighbour = Work(call.neighbour(), torch.device(device))
+            neighbour.timed(ways.attend("auto", neighbour.inputs))()
         if device == "cuda":
             with contextlib.suppress(Exception):
                 torch.cuda.synchronize()

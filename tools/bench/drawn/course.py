@@ -1,4 +1,4 @@
-"""The course of a run on drawn calls: compile ahead, then measure call after call, until the time is over."""
+"""The course of a run on drawn calls: check some ahead, then time them one after the other, until the time is over."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from flashsci.testing import LARGE_CALLS, SMALL_CALLS, CallLimits, draw_call
-from tools.bench.drawn.ahead import compile_ahead
-from tools.bench.drawn.measure import Record, record_of
+from tools.bench.drawn.ahead import check_ahead
+from tools.bench.drawn.measure import Check, Record, record_of
 from tools.bench.measure import environment
 
-#: The share of the time left that compiling ahead may take.
+NOTHING_KNOWN: Mapping[int, Check | None] = {}
+#: The share of the time left that checks ahead may take.
 AHEAD = 0.45
-#: Seconds that another turn of compiling and measuring needs to be worth its start.
+#: Seconds that another turn of checks and times needs to be worth its start.
 LEAST_TURN = 40.0
 
 
@@ -39,7 +40,7 @@ def run(
 
     Args:
         seed: of the draw; no rule of `auto` was learnt from a seed that is used to judge it.
-        seconds: of the whole run, compiling included. No call begins after it.
+        seconds: of the whole run, checks included. No call begins after it.
         device: default the GPU if there is one.
         calls: the most calls.
         first: the number of the first call.
@@ -62,14 +63,15 @@ def run(
     records: list[Record] = []
     numbers = range(first, first + calls)
     while numbers:
-        turn = numbers
+        turn, checks = numbers, dict(NOTHING_KNOWN)
         if on_gpu:
             wanted = (draw_call(seed, n, limits) for n in numbers)
             now = time.monotonic()
-            ready = compile_ahead(wanted, device, until=now + AHEAD * (until - now), on_step=on_step)
-            turn = numbers[: max(1, ready)]
+            ahead = check_ahead(wanted, device, until=now + AHEAD * (until - now), on_step=on_step)
+            turn = numbers[: max(1, len(ahead))]
+            checks = {numbers[place]: check for place, check in ahead.items()}
         before = len(records)
-        for record in through(seed, turn, limits, device, until, on_step):
+        for record in through(seed, turn, limits, device, until, on_step, checks):
             records.append(record)
             if path:
                 with path.open("a", encoding="utf-8") as file:
@@ -88,8 +90,10 @@ def measured(
     device: torch.device,
     until: float,
     on_step: Callable[[str], object],
+    checks: Mapping[int, Check | None] = NOTHING_KNOWN,
 ) -> Iterator[Record]:
-    """The records of these calls, in this process, until that time by the monotonic clock or a lost device."""
+    """The records of these calls, in this process, until that time by the monotonic clock or a lost device. ``checks``:
+    those that were made before, by the number of the call."""
     # A warning of autograd's own threads, on their first matrix product; harmless.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     # Refusals of SDPA on nested tensors, which are in the records.
@@ -100,7 +104,7 @@ def measured(
             return
         call = draw_call(seed, n, limits)
         on_step(f"{n}: {call}")
-        record = record_of(call, device)
+        record = record_of(call, device, checks.get(n))
         yield record
         if record.get("lost"):
             return

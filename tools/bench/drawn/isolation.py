@@ -7,14 +7,14 @@ its record, and a new process goes on with the next one.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from flashsci.testing import CallLimits, draw_call
-from tools.bench.drawn.measure import Record, failed
+from tools.bench.drawn.measure import Check, Record, failed
 
 #: Seconds without a word after which a process is stopped; one call, or the start of the process.
 PATIENCE = 100.0
@@ -28,11 +28,12 @@ def measured(
     device: torch.device,
     until: float,
     on_step: Callable[[str], object],
+    checks: Mapping[int, Check | None],
 ) -> Iterator[Record]:
     """As `course.measured`, in other processes, one after the other."""
     left = list(numbers)
     while left:
-        process = _Process(seed, left, limits, device.type, until)
+        process = _Process(seed, left, limits, device.type, until, {n: checks.get(n) for n in left})
         try:
             for kind, value in process.messages():
                 if kind == STEP:
@@ -79,13 +80,21 @@ class _Process:
         self.end.close()
 
 
-def _serve(pipe: Connection, seed: int, numbers: list[int], limits: CallLimits, device: str, until: float) -> None:
+def _serve(
+    pipe: Connection,
+    seed: int,
+    numbers: list[int],
+    limits: CallLimits,
+    device: str,
+    until: float,
+    checks: Mapping[int, Check | None],
+) -> None:
     from tools.bench.drawn import course
 
     def say(text: str) -> None:
         pipe.send((STEP, text))
 
-    for record in course.measured(seed, numbers, limits, torch.device(device), until, say):
+    for record in course.measured(seed, numbers, limits, torch.device(device), until, say, checks):
         pipe.send((RECORD, record))
         if record.get("lost"):
             return

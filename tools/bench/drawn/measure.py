@@ -1,15 +1,16 @@
 """The measurement of one drawn call: check every candidate, and time those that are right.
 
 A record is one call: its fields, and of each candidate either its times, with the backends that ran, or the reason why
-it has none.
+it has none. A check may have been made before, beside those of other calls (ahead.py); times are taken alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,12 +35,31 @@ LOOP_SECONDS, GPU_SECONDS = 0.2, 0.1
 SLOW = 10
 
 
-def record_of(call: DrawnCall, device: torch.device) -> Record:
-    """The record of one call. A call that fails has the reason under "failed", and after a lost device "lost" is
-    true."""
+NO_MEMORY = "refused: out of memory"
+
+
+class Check(NamedTuple):
+    """The findings on the candidates of a call, as plain data."""
+
+    reasons: dict[str, str]  # why candidates have no times
+    ran: dict[str, Record]  # the code behind those of flashsci
+    seconds: float
+
+
+def check_of(call: DrawnCall, device: torch.device) -> Check | None:
+    """The findings on the candidates of a call. None if memory was short, which others may have taken."""
+    measurement = Measurement(call, device, [])
+    measurement.check()
+    found = measurement.findings()
+    return None if NO_MEMORY in found.reasons.values() else found
+
+
+def record_of(call: DrawnCall, device: torch.device, check: Check | None = None) -> Record:
+    """The record of one call, given a check of it or with one. A call that fails has the reason under "failed", and
+    after a lost device "lost" is true."""
     doing = ["inputs"]
     try:
-        record = Measurement(call, device, doing).record()
+        record = Measurement(call, device, doing).record(check)
     except Exception as error:
         record = failed(call, device, f"{doing[-1]}: {first_line(error)}", fatal(error))
     gc.collect()
@@ -79,8 +99,8 @@ class Measurement:
         self.reasons: dict[str, str] = {}
         self.ran: dict[str, Record] = {}
 
-    def record(self) -> Record:
-        record = about(self.call, self.device)
+    def check(self) -> None:
+        """Check every candidate."""
         self.doing.append("oracle")
         sample = Sample(self.work)
         sample.judge  # noqa: B018  (an oracle that disagrees with its check fails the call, not a candidate)
@@ -89,10 +109,29 @@ class Measurement:
             reason = self._try(name, sample)
             if reason is not None:
                 self.reasons[name] = reason
-        del sample
+
+    def findings(self) -> Check:
+        return Check(self.reasons, self.ran, time.monotonic() - self.started)
+
+    def _prepare(self, check: Check) -> None:
+        """Make the candidates that a check found right ready to be timed."""
+        self.ran = check.ran
+        for name in ways.names_of(self.device, self.call.work):
+            self.doing.append(name)
+            reason = check.reasons.get(name) or self._ready(name)
+            if reason is not None:
+                self.reasons[name] = reason
+
+    def record(self, check: Check | None = None) -> Record:
+        record = about(self.call, self.device)
+        if check is None:
+            self.check()
+            check = self.findings()
+        else:
+            self._prepare(check)
         self.doing.append(NEIGHBOUR)
         neighbour = self._neighbour()
-        checked = time.monotonic()
+        began = time.monotonic()
         self.doing.append("timing")
         times = self._times()
         record["candidates"] = {
@@ -103,8 +142,8 @@ class Measurement:
             "scores": neighbour.scores,
             **(times.get(NEIGHBOUR) or {"gate": self.reasons[NEIGHBOUR]}),
         }
-        spent = checked - self.started, time.monotonic() - checked
-        record["seconds"] = {n: round(x, 2) for n, x in zip(("checking", "timing"), spent, strict=True)}
+        spent = {"checking": check.seconds, "timing": time.monotonic() - began}
+        record["seconds"] = {n: round(x, 2) for n, x in spent.items()}
         return record
 
     def _ran(self, name: str) -> Record:
@@ -127,12 +166,9 @@ class Measurement:
         """Check one candidate; the reason why it is not timed, or None."""
         work, ours = self.work, name in ways.OURS
         x = work.inputs if ours else without_dropout(work.inputs)  # others draw a dropout of their own
-        context = flashsci.use_backend(name, strict=True) if ours else refusals()
         try:
-            with context, ways.within(name):
+            with self._alone(name):
                 results = work.results(ways.attend(name, x), x, sample.dout)
-                function = work.timed(ways.attend(name, work.inputs))
-                function()
             problem = sample.problem(name, results)
             if problem is not None:
                 return f"failed: {problem}"
@@ -140,15 +176,32 @@ class Measurement:
                 self.ran[name] = self._ran(name)
         except Exception as error:
             return self._reason(error, ours)
+        return self._ready(name)
+
+    def _ready(self, name: str) -> str | None:
+        """Run a candidate as it is timed; the reason why it is not, or None."""
+        try:
+            with self._alone(name):
+                function = self.work.timed(ways.attend(name, self.work.inputs))
+                function()
+        except Exception as error:
+            return self._reason(error, name in ways.OURS)
         self.able[name] = function
         return None
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """The setting of a candidate, in which no other kernels step in."""
+        context = flashsci.use_backend(name, strict=True) if name in ways.OURS else refusals()
+        with context, ways.within(name):
+            yield
 
     def _reason(self, error: Exception, ours: bool) -> str:
         """An error as the reason why a candidate has no time; of a lost device, the error itself."""
         if fatal(error):
             raise error
         if isinstance(error, torch.OutOfMemoryError):
-            return "refused: out of memory"
+            return NO_MEMORY
         if isinstance(error, Unsupported | flashsci.BackendError) or not ours:
             return f"refused: {first_line(error)}"
         return f"failed: it raised {first_line(error)}"
