@@ -144,19 +144,19 @@ def capped(device: str) -> Arguments:
 
 
 def mask_alone(device: str) -> Arguments:
-    return {"mask": Draw(device)(2, 1, 70, 130) > 0}
+    return {"mask": Draw(device)(2, 1, 140, 270) > 0}
 
 
 def table_of(given: Arguments, dtype: torch.dtype) -> Results:
     """The table of a mask, by its definition: kinds of tiles, lists in both directions, the places of the bits of all tiles,
-    zeros up to a multiple of 128, bits."""
+    zeros up to a multiple of 512, bits."""
     mask = given["mask"].cpu()
-    rows, keys = (-(-n // 64) for n in mask.shape[-2:])
-    padded = torch.zeros(*mask.shape[:-2], 64 * rows, 64 * keys, dtype=torch.int64)
+    rows, keys = (-(-n // 128) for n in mask.shape[-2:])
+    padded = torch.zeros(*mask.shape[:-2], 128 * rows, 128 * keys, dtype=torch.int64)
     padded[..., : mask.shape[-2], : mask.shape[-1]] = mask
     whole = torch.ones_like(padded)
     whole[..., : mask.shape[-2], : mask.shape[-1]] = mask
-    tiles, full = (x.unflatten(-1, (keys, 64)).unflatten(-3, (rows, 64)) for x in (padded, whole))
+    tiles, full = (x.unflatten(-1, (keys, 128)).unflatten(-3, (rows, 128)) for x in (padded, whole))
     kinds = tiles.amax((-3, -1)) + full.amin((-3, -1)) * tiles.amax((-3, -1))
     found = []
     for of_lines in (kinds, kinds.mT):
@@ -167,8 +167,8 @@ def table_of(given: Arguments, dtype: torch.dtype) -> Results:
         entries = torch.where(of_lines > 0, 2 * torch.arange(count) + of_lines // 2, 0).gather(-1, order)
         found += [before.flatten(-2), entries.flatten(-2)]
     found.append(torch.arange(rows * keys).expand_as(kinds.flatten(-2)))
-    found.append(torch.zeros(*kinds.shape[:-2], -sum(x.shape[-1] for x in found) % 128, dtype=torch.int64))
-    words = (tiles.transpose(-3, -2).unflatten(-1, (2, 32)) << torch.arange(32)).sum(-1)
+    found.append(torch.zeros(*kinds.shape[:-2], -sum(x.shape[-1] for x in found) % 512, dtype=torch.int64))
+    words = (tiles.transpose(-3, -2).unflatten(-1, (4, 32)) << torch.arange(32)).sum(-1)
     table = torch.cat([*found, words.flatten(-4)], -1).unsqueeze(-2)
     return (table.to(torch.int32).to(given["mask"].device),)
 
