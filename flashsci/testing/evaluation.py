@@ -225,3 +225,37 @@ def evaluate_along(inputs: Inputs, backend: str, directions: Sequence[dict[str, 
     with torch.no_grad():
         tout, tlse = torch.vmap(lambda *along: torch.func.jvp(moved, at, along)[1])(*every)
     return [{"tout": tout[n], "tlse": tlse[n]} for n in range(len(directions))]
+
+
+def evaluate_batch(
+    inputs: Inputs, backend: str, cotangents: Sequence[Sequence[Tensor | None]], older: bool = False
+) -> list[dict[str, Tensor]]:
+    """The gradients for several cotangents, in one call under ``torch.vmap``.
+
+    Args:
+        cotangents: of out and lse, each as ``inputs.dout`` and ``inputs.dlse``; None in all, or in none.
+        older: by ``is_grads_batched`` instead.
+    """
+    call = _call_of(inputs, backend, True, {})
+    learnt = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "alibi_slopes": inputs.alibi_grad}
+    given = {n: getattr(inputs, n) for n in LEAVES}
+    names = [n for n, x in given.items() if x is not None and learnt.get(n, True)]
+    given = {n: None if x is None else x.detach() for n, x in given.items()}
+    ends = [i for i, x in enumerate(cotangents[0]) if x is not None]
+
+    def chosen(*values: Tensor) -> tuple[Tensor, ...]:
+        found = call(*(given | dict(zip(names, values, strict=True))).values())
+        return tuple(found[i] for i in ends)
+
+    leaves = [given[n].requires_grad_(older) for n in names]
+    pull = None
+    if older:
+        results = chosen(*leaves)
+    else:
+        results, pull = torch.func.vjp(chosen, *leaves)[:2]
+    every = [torch.stack([x[i].to(y.dtype) for x in cotangents]) for i, y in zip(ends, results, strict=True)]  # type: ignore[union-attr]
+    if pull is None:
+        gradients = torch.autograd.grad(results, leaves, every, is_grads_batched=True)
+    else:
+        gradients = torch.vmap(lambda *along: pull(along))(*every)
+    return [{f"d{name}": x[n] for name, x in zip(names, gradients, strict=True)} for n in range(len(cotangents))]

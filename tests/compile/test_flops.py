@@ -103,6 +103,18 @@ def test_directions_share_the_products_of_the_call(dim):
     assert counter.get_total_flops() == 2 * pairs * due * dim
 
 
+@pytest.mark.parametrize("dim", [16, 128])
+def test_cotangents_share_a_product_of_the_call(dim):
+    """Two products over D and two over Dv for each, and the scores once; each time in wider heads."""
+    q, k, v = (draw(1, 2, 80, dim, grad=False) for _ in range(3))
+    ways = draw(5, 1, 2, 80, dim, grad=False)
+    pull = torch.func.vjp(lambda *x: flashsci.attention(*x, backend="triton"), q, k, v)[1]
+    with FlopCounterMode(display=False) as counter:
+        torch.vmap(pull)(ways)
+    pairs = 2 * 80 * 80
+    assert counter.get_total_flops() == 2 * pairs * (1 + 5 * 4 if dim == 16 else 5 * 5) * dim
+
+
 def seen(rows, keys, left, right, lower_right):
     """A bool mask of the pairs inside a window."""
     i, j = torch.arange(rows)[:, None], torch.arange(keys)

@@ -237,6 +237,16 @@ def many_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
     return tuple(torch.stack(x) for x in zip(*each, strict=True))
 
 
+def many_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """One cotangent after the other."""
+    along = ("dout", "dlse")
+    count = next(given[n].shape[0] for n in along if given[n] is not None)
+    each = [
+        backward_of(given | {n: None if given[n] is None else given[n][i] for n in along}, dtype) for i in range(count)
+    ]
+    return tuple(None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))
+
+
 def second_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
     leaves, function = _differentiable(given, dtype)
     first, second, mixed = (
@@ -296,7 +306,7 @@ SECOND = (*(f"t{n}" for n in LEARNT), "dout", "dlse")
 def saved(base: Callable[[str], Arguments], op: str, device: str) -> Arguments:
     given, r = base(device), Draw(device)
     r.generator.manual_seed(6)
-    if op == "many_jvp":  # GPUs have no kernel of it for all of these features in float32
+    if op.startswith("many_"):  # GPUs have no kernel of it for all of these features in float32
         given |= {n: given[n].half() for n in ("q", "k", "v", "bias") if given[n] is not None}
     with_results(given)
     given |= {"dout": r(*given["out"].shape), "dlse": r(*given["lse"].shape)}
@@ -304,9 +314,11 @@ def saved(base: Callable[[str], Arguments], op: str, device: str) -> Arguments:
         given |= {f"{prefix}{n}": None if given[n] is None else r(*given[n].shape) for n in LEARNT}
     if op == "many_jvp":
         given |= {f"t{n}": None if given[n] is None else r(3, *given[n].shape, dtype=given[n].dtype) for n in LEARNT}
+    if op == "many_backward":
+        given |= {n: r(3, *given[x].shape, dtype=given[x].dtype) for n, x in (("dout", "out"), ("dlse", "lse"))}
     if op == "second_jvp":
         with_tangents(given)
-    given["need"] = 31 if op == "backward" else 127
+    given["need"] = 31 if op.endswith("backward") and not op.startswith("double_") else 127
     return in_order(f"triton_{op}", given)
 
 
@@ -683,6 +695,7 @@ def _triton() -> Iterator[Right]:
     yield Right("triton_mask_tiles", "mask", mask_alone, table_of)
     truths = {
         "backward": backward_of,
+        "many_backward": many_backward_of,
         "jvp": jvp_of,
         "many_jvp": many_jvp_of,
         "second_jvp": second_jvp_of,
@@ -695,7 +708,7 @@ def _triton() -> Iterator[Right]:
         yield Right("triton_forward", label, lambda device, base=base: in_order("triton_forward", base(device)), forward_of, loose=loose)  # fmt: skip
         for op, truth in truths.items():
             refresh = with_tangents if op == "second_jvp" else with_results
-            unit = FINE if op == "many_jvp" else 0.0
+            unit = FINE if op.startswith("many_") else 0.0
             yield Right(f"triton_{op}", label, _saved(base, op), truth, unit=unit, loose=loose, refresh=refresh)
     for label, base in (("dense", dense), ("sums", dense), ("packed", packed)):
         yield Right("triton_map_statistics", label, _mapped(base, label), reductions_of, loose=LENGTHS if label == "packed" else frozenset(), refresh=map_results)  # fmt: skip

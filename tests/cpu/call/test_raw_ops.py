@@ -60,6 +60,9 @@ def call(op, values):
         return raw.triton_forward(*of(NAMES), *scalars)
     if op == "backward":
         return raw.triton_backward(*of(("dout", "dlse", *NAMES, "out", "lse")), *scalars, values.get("need", 31))
+    if op == "many_backward":
+        along = [None if values.get(n) is None else torch.stack((values[n], -values[n])) for n in ("dout", "dlse")]
+        return raw.triton_many_backward(*along, *of((*NAMES, "out", "lse")), *scalars, values.get("need", 31))
     if op == "jvp":
         return raw.triton_jvp(*of((*TANGENTS, *NAMES, "out", "lse")), *scalars)
     if op == "many_jvp":
@@ -171,14 +174,14 @@ ALONG_TWICE = (
     ("tlse must have shape", {"tlse": R(2, 4, 6)}),
     ("ulse must be torch.float32", {"ulse": R(2, 4, 5).half()}),
 )
-OPS = ("forward", "backward", "jvp", "many_jvp", "second_jvp", "double_backward")
+OPS = ("forward", "backward", "many_backward", "jvp", "many_jvp", "second_jvp", "double_backward")
 CASES = [
     (op, base, message, change)
     for ops, base, table in (
         (OPS, dense, DENSE),
         (OPS, packed, PACKED),
-        (("backward", "jvp", "many_jvp", "second_jvp", "double_backward"), dense, RESULTS),
-        (("backward", "double_backward"), dense, COTANGENTS),
+        (("backward", "many_backward", "jvp", "many_jvp", "second_jvp", "double_backward"), dense, RESULTS),
+        (("backward", "many_backward", "double_backward"), dense, COTANGENTS),
         (("jvp", "many_jvp", "second_jvp", "double_backward"), dense, ALONG),
         (("second_jvp",), dense, ALONG_TWICE),
     )
