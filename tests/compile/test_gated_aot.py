@@ -58,6 +58,7 @@ def report(architecture: int, ops: dict, launched: list):
 
 
 @pytest.mark.slow
+@pytest.mark.every(4)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles(architecture):
     pytest.importorskip("triton")

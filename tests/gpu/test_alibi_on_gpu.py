@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashsci.choice import backends
-from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs, poisoned_memory
+from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs
+from tests.support import judged_cases
 
 DEVICE = torch.device("cuda")
 NAME = "cuda:sm80"
@@ -25,9 +25,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def loaded():
-    reason = backends.find(NAME).unavailable()
-    if reason is not None:
-        pytest.skip(f"{NAME}: {reason}")
+    judged_cases.require(NAME)
 
 
 def case_of(dtype, dims, kind, **others):
@@ -46,13 +44,7 @@ def case_of(dtype, dims, kind, **others):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 def test_every_tile(dtype, dims, kind, deterministic):
     for seed in range(2):
-        inputs = make_inputs(case_of(dtype, dims, kind, seed=seed), DEVICE)
-        with poisoned_memory():
-            found = evaluate(inputs, NAME, deterministic=deterministic)
-        Judge(inputs).require(found)
-        if deterministic:
-            again = evaluate(inputs, NAME, deterministic=True)
-            assert all(torch.equal(x, again[n]) for n, x in found.items())
+        judged_cases.judge(case_of(dtype, dims, kind, seed=seed), NAME, DEVICE, deterministic)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashsci.choice import backends
-from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs, poisoned_memory
+from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs
+from tests.support import judged_cases
 
 DEVICE = torch.device("cuda")
 NAME = "cuda:sm80"
@@ -28,9 +28,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def loaded():
-    reason = backends.find(NAME).unavailable()
-    if reason is not None:
-        pytest.skip(f"{NAME}: {reason}")
+    judged_cases.require(NAME)
 
 
 @pytest.mark.parametrize("deterministic", (False, True))
@@ -45,13 +43,7 @@ def test_every_tile(dtype, dims, kind, deterministic):
     )  # fmt: skip
     for seed in range(2):
         case = Case(variant, seed, lead=(2,), heads_k=2, group=2, seq_q=130, seq_k=300, **given)
-        inputs = make_inputs(case, DEVICE)
-        with poisoned_memory():
-            found = evaluate(inputs, NAME, deterministic=deterministic)
-        Judge(inputs).require(found)
-        if deterministic:
-            again = evaluate(inputs, NAME, deterministic=True)
-            assert all(torch.equal(x, again[n]) for n, x in found.items())
+        judged_cases.judge(case, NAME, DEVICE, deterministic)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))

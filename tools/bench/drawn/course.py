@@ -16,7 +16,6 @@ from tools.bench.drawn.ahead import check_ahead
 from tools.bench.drawn.measure import Check, Record, record_of
 from tools.bench.measure import environment
 
-NOTHING_KNOWN: Mapping[int, Check | None] = {}
 #: The share of the time left that checks ahead may take.
 AHEAD = 0.45
 #: Seconds that another turn of checks and times needs to be worth its start.
@@ -63,7 +62,8 @@ def run(
     records: list[Record] = []
     numbers = range(first, first + calls)
     while numbers:
-        turn, checks = numbers, dict(NOTHING_KNOWN)
+        turn = numbers
+        checks: dict[int, Check | None] = {}
         if on_gpu:
             wanted = (draw_call(seed, n, limits) for n in numbers)
             now = time.monotonic()
@@ -90,7 +90,7 @@ def measured(
     device: torch.device,
     until: float,
     on_step: Callable[[str], object],
-    checks: Mapping[int, Check | None] = NOTHING_KNOWN,
+    checks: Mapping[int, Check | None],
 ) -> Iterator[Record]:
     """The records of these calls, in this process, until that time by the monotonic clock or a lost device. ``checks``:
     those that were made before, by the number of the call."""

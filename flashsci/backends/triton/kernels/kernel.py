@@ -10,8 +10,8 @@ class Kernel(JITFunction):
     """A JIT function whose `do_not_specialize` also holds for numbers in tuples, and which never knows that rows are neighbours.
 
     Triton 3.6 reads `do_not_specialize` for arguments, not for the contents of a tuple: it would compile a kernel again
-    for every number that is 1 or a multiple of 16. Of rows of one number, 1 apart, it would hold a tile transposed: its
-    products by wgmma are then wrong.
+    for every number that is 1 or a multiple of 16. Of rows of one number, 1 apart, it would hold a tile transposed, and the
+    results of such a kernel were garbage on Hopper.
     """
 
     def create_binder(self):
