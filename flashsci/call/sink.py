@@ -81,7 +81,7 @@ def _general(plan: Plan) -> Run:
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """out' [*, Hq, Sq, Dv] and lse' [*, Hq, Sq]; all derivatives are those of the formula."""
-    share, whole = _share(lse, sink)
+    share, whole = _share(lse, sink, differentiable=True)
     neither = (lse == -torch.inf) & (_column(sink, lse) == -torch.inf)  # sink nor keys: no derivative
     return (out * share.unsqueeze(-1)).to(out.dtype), whole.masked_fill(neither, -torch.inf)
 
@@ -92,17 +92,24 @@ def in_place(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return out.mul_(share.unsqueeze(-1)), whole
 
 
-def _share(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+def _share(lse: Tensor, sink: Tensor, differentiable: bool = False) -> tuple[Tensor, Tensor]:
     """The share that the sink leaves to the keys, and lse'. Rows that see no key have lse -inf, and so may heads
-    without a sink."""
+    without a sink.
+
+    differentiable: whether autograd derives them. It derives sigmoid from its result, whose distance from 1 is the share
+    of the sink, and is lost where the sink takes little; so there the share is e^(lse - lse').
+    """
     column = _column(sink, lse)
     nothing = lse == -torch.inf
     lse = lse.masked_fill(nothing, 0)
     more = lse - column
-    share = torch.sigmoid(more).masked_fill(nothing, 0)
+    beyond = softplus(-more)
+    share = torch.sigmoid(more)
+    if differentiable:
+        share = torch.where(more > 0, torch.exp(-beyond), share)
     # From the larger of the two: nothing cancels.
-    whole = torch.where(more > 0, lse + softplus(-more), column + softplus(more))
-    return share, torch.where(nothing, column, whole)
+    whole = torch.where(more > 0, lse + beyond, column + softplus(more))
+    return share.masked_fill(nothing, 0), torch.where(nothing, column, whole)
 
 
 def _column(sink: Tensor, lse: Tensor) -> Tensor:

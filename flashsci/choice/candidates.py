@@ -29,8 +29,8 @@ def rule_of(problem: Problem) -> preferences.Rule:
 
 
 def by_times(rule: preferences.Rule, problem: Problem) -> preferences.Rule:
-    """The rule, or an order by predicted times where these decide. Winners of `flashsci.tune` stay."""
-    if rule.table == preferences.TUNED:
+    """The rule, or an order by predicted times where these decide. Rules stay that were learnt from times of such calls."""
+    if rule.table != preferences.BY_HAND or not predictions.has_model(problem):
         return rule
     left_out = preferences.untimed(problem)
     served: list[predictions.Pair] = []

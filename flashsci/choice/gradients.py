@@ -113,10 +113,10 @@ def gradients(choice: Choice, problem: Problem, strides: bool = False, anywhere:
 def _rule(problem: Problem, generation: int, forward: str) -> preferences.Rule:
     """The rule that orders cuda and triton, each of which can compute the gradients."""
     rule = preferences.find("gradients", problem, generation, forward)
-    if not predictions.enabled() or rule.table == preferences.TUNED:
+    if not predictions.enabled() or rule.table != preferences.BY_HAND:
         return rule
     names = [name for name in rule.order if name in ("cuda", "triton")]
-    found = predictions.of_gradients(problem, forward, names) if len(names) > 1 else None
+    found = predictions.of_gradients(problem, forward, names) if len(names) > 1 else {}
     return predictions.reordered(rule, names[0] if names else None, found)
 
 

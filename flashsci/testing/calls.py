@@ -1,7 +1,8 @@
 """Calls as people make them, drawn at random: shapes, layouts and options of a call as data.
 
 ODDS and the limits are the whole distribution. A call depends on its seed and its number alone, on every machine, so
-that a speed measured on one seed can be judged on another. calls_making.py makes the tensors of a call.
+that a speed measured on one seed can be judged on another. SIZES calls in a row are of one kind, in other lengths and
+batches: kernels, which take seconds to compile, serve all of them. calls_making.py makes the tensors of a call.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ ODDS: dict[str, dict[Any, int]] = {
     "causal": {False: 2, True: 1},
     "option": {None: 16, "window": 3, "softcap": 1, "sink": 1, "alibi": 1, "key_weight": 1, "dropout": 1},
 }
+SIZES = 4  # calls of one kind
 SOFTCAPS = (15.0, 30.0, 50.0)
 DROPOUTS = (0.1, 0.2)
 GRAPH_SHARES = (2, 10, 50)  # percent of the pairs that a random graph connects
@@ -211,11 +213,11 @@ def draw_call(seed: int, index: int, limits: CallLimits = LARGE_CALLS) -> DrawnC
     Examples:
         >>> from flashsci.testing import draw_call
         >>> print(draw_call(seed=1, index=0))
-        fp32 second, B 102, H 12, S 4, D 64, bshd, bias shared fp32, mask graph 10, causal
+        fp32 second, B 5, H 12, S 526, D 64, bshd, causal, softcap
         >>> draw_call(1, 0) == draw_call(1, 0), draw_call(1, 0) == draw_call(2, 0)
         (True, False)
     """
-    source = _Source(f"{seed}/{index}")
+    source, sizes = _Source(f"{seed}/{index // SIZES}"), _Source(f"{seed}/{index // SIZES}/{index % SIZES}")
     work = source.choice("work")
     dtype = source.choice("second order's dtype" if work == "second" else "dtype")
     dim = source.dim()
@@ -234,11 +236,11 @@ def draw_call(seed: int, index: int, limits: CallLimits = LARGE_CALLS) -> DrawnC
     )
     lengths = source.choice("lengths")
     longest = limits.longest_second if work == "second" else limits.longest
-    call = _with_lengths(source, call, lengths, longest)
+    call = _with_lengths(sizes, call, lengths, longest)
     call = _with_bias(source, call)
-    call = _with_options(source, call)
-    call = _with_mask(source, call)
-    return _with_batch(source, call, limits)
+    call = _with_options(source, sizes, call)
+    call = _with_mask(source, sizes, call)
+    return _with_batch(sizes, call, limits)
 
 
 class _Source:
@@ -302,7 +304,7 @@ def _with_bias(source: _Source, call: DrawnCall) -> DrawnCall:
     )
 
 
-def _with_options(source: _Source, call: DrawnCall) -> DrawnCall:
+def _with_options(source: _Source, sizes: _Source, call: DrawnCall) -> DrawnCall:
     """The call with causal and at most one more option. Every row sees a key."""
     causal, option = source.choice("causal"), source.choice("option")
     square = call.seq_q == call.seq_k  # packed calls, too
@@ -311,7 +313,7 @@ def _with_options(source: _Source, call: DrawnCall) -> DrawnCall:
         option = None if option == "window" else option
     call = replace(call, causal=causal, align="upper_left" if square else "lower_right")
     if option == "window":
-        width = source.log_uniform(1, max(1, max(call.lens, default=call.seq_k)))
+        width = sizes.log_uniform(1, max(1, max(call.lens, default=call.seq_k)))
         return replace(call, window=(width, 0 if causal else source.one_of((width, width, 0))))
     if option == "softcap":
         return replace(call, softcap=source.one_of(SOFTCAPS))
@@ -326,7 +328,7 @@ def _with_options(source: _Source, call: DrawnCall) -> DrawnCall:
     return call
 
 
-def _with_mask(source: _Source, call: DrawnCall) -> DrawnCall:
+def _with_mask(source: _Source, sizes: _Source, call: DrawnCall) -> DrawnCall:
     """The call with a bool mask. Every row sees a key: padding is at the end, and other masks show the diagonal."""
     kind, own = source.choice("mask"), source.choice("mask's batch") == "own"
     square = call.seq_q == call.seq_k
@@ -338,7 +340,7 @@ def _with_mask(source: _Source, call: DrawnCall) -> DrawnCall:
         return call
     if kind == "prefix":
         call = replace(call, causal=False, window=None)
-    size = source.one_of(GRAPH_SHARES) if kind == "graph" else source.log_uniform(1, call.seq_k)
+    size = source.one_of(GRAPH_SHARES) if kind == "graph" else sizes.log_uniform(1, call.seq_k)
     return replace(call, mask=kind, mask_size=size, mask_own=own and kind != "band")
 
 

@@ -10,13 +10,13 @@ A chooser that is fitted to the calls of some seeds (`of_seeds`) is judged on th
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -121,6 +121,11 @@ def described(call: DrawnCall, capability: tuple[int, int] | None) -> tuple[Prob
     return problem, module.hopper_takes(saved, need)
 
 
+#: Inside, no predicted time decides.
+alone = mock.patch.object(predictions, "enabled", lambda: False)
+
+
+@alone
 def rules(m: Measured) -> Pair | None:
     """The choice of today's rules."""
     order = candidates.candidates(m.problem, "auto", False)
@@ -130,6 +135,7 @@ def rules(m: Measured) -> Pair | None:
     return name, gradients(by_rules(name), m.problem, strides=m.takes, anywhere=True).backend
 
 
+@alone
 def able(m: Measured) -> list[Pair]:
     """The choices that `auto` may make for a call: backends that can serve it, each with the gradients that it may have."""
     left_out, found = preferences.untimed(m.problem), []
@@ -146,11 +152,7 @@ def able(m: Measured) -> list[Pair]:
 def predicted(m: Measured) -> Pair | None:
     """The choice by predicted times; that of today's rules where these do not decide."""
     usual = rules(m)
-    found = predictions.times(m.problem, able(m))
-    if not found or usual is None:
-        return usual
-    fastest = min(found, key=found.__getitem__)
-    return usual if found.get(usual, math.inf) <= predictions.MARGIN * found[fastest] else fastest
+    return usual and predictions.leader(usual, predictions.times(m.problem, able(m)))
 
 
 CHOOSERS: dict[str, Chooser] = {"rules": rules, "predicted": predicted}
@@ -201,7 +203,7 @@ def main(arguments: list[str]) -> int:
     if given.seeds:
         found = of_seeds(found, {int(seed) for seed in given.seeds.split(",")})
     for name in dict.fromkeys(("rules", given.chooser)):
-        decided = sum(predictions.times(m.problem, able(m)) is not None for m in found) if name == "predicted" else 0
+        decided = sum(rules(m) in predictions.times(m.problem, able(m)) for m in found) if name == "predicted" else 0
         print(f"{name}{f', with predictions of {decided} of {len(found)} calls' if name == 'predicted' else ''}")
         print(text(regrets(found, CHOOSERS[name])))
     return 0

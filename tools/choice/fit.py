@@ -27,17 +27,22 @@ from flashsci.choice.predictions.formula import OVERLAP, USUAL, microseconds
 from flashsci.choice.predictions.model import Constants, Model
 from flashsci.choice.predictions.seen import collected
 from flashsci.choice.predictions.work import Work
-from tools.choice.samples import Sample, of_benchmarks, of_drawn, sources
+from tools.choice.samples import Sample, of_benchmarks, of_drawn, of_host, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = [
     ROOT / "reports" / "bench" / "h200" / f"{name}.json"
     for name in ("auto", "calls", "dense", "dense-fp16", "headline", "decode", "triangle")
 ]
+#: Drawn calls of which constants are learnt. `drawn-early` was drawn by other weights; no other seed takes part.
+DRAWN = [ROOT / "reports" / "bench" / "h200" / f"drawn-{name}.jsonl" for name in ("early", "1", "2")]
+FITTED = [*RECORDS, *DRAWN]
 #: Weights of the squared log distance of a constant from the one that it is drawn towards.
 OF_FAMILY, OF_ALL = 0.05, 0.02
-#: us of the host on an H200: `small-call` forward, and a step of it with `autograd.grad` (tools/choice/rules.py: HOST).
+#: us of the host on an H200, of a forward and of a step, where few drawn calls say it: those of `small-call`
+#: (tools/choice/rules.py: HOST).
 HOST = {"cuda": (15.0, 196.0), "triton": (21.0, 199.0), "sdpa": (17.0, 316.0), "eager": (60.0, 400.0)}
+LEAST_HOST = 5  # drawn calls
 FOLDS = 5  # of cases
 GROUPS = ("case", "D", "suite")
 
@@ -92,7 +97,11 @@ def priors(samples: Sequence[Sample]) -> dict[str, Work]:
     return {name: fitted(own, USUAL, OF_ALL) for name, own in kin.items()}
 
 
-def fit(samples: Sequence[Sample], spreads: Mapping[str, float] | None = None) -> Model:
+def fit(
+    samples: Sequence[Sample],
+    spreads: Mapping[str, float] | None = None,
+    host: Mapping[str, tuple[float, float]] = HOST,
+) -> Model:
     """A model of these samples."""
     towards = priors(samples)
     families = {}
@@ -102,7 +111,7 @@ def fit(samples: Sequence[Sample], spreads: Mapping[str, float] | None = None) -
         families[name] = Constants(
             rounded, len(own), (spreads or {}).get(name, math.nan), collected([s.words for s in own])
         )
-    return Model((9, 0), families, HOST)
+    return Model((9, 0), families, host)
 
 
 def group_of(sample_groups: Mapping[str, str], key: str) -> str:
@@ -185,6 +194,20 @@ def samples_of(paths: Iterable[Path], seeds: set[int] | None = None) -> list[Sam
     return found
 
 
+def hosts(paths: Iterable[Path]) -> dict[str, tuple[float, float]]:
+    """Microseconds of the host by backend: medians of the drawn calls that it bounds, or HOST."""
+    found: dict[tuple[str, bool], list[float]] = {}
+    for path in paths:
+        for backend, step, time in of_host(path) if path.suffix == ".jsonl" else ():
+            found.setdefault((backend, step), []).append(time)
+
+    def median(backend: str, step: bool) -> float:
+        own = found.get((backend, step), [])
+        return float(f"{statistics.median(own):.3g}") if len(own) >= LEAST_HOST else HOST[backend][step]
+
+    return {backend: (median(backend, False), median(backend, True)) for backend in HOST}
+
+
 def judge(samples: Sequence[Sample]) -> dict[str, dict[str, list[tuple[float, Sample]]]]:
     """The errors with groups left out, by what a group is."""
     return {key: errors(samples, without(samples, key), key) for key in GROUPS}
@@ -198,10 +221,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--write", action="store_true", help="write flashsci/choice/predictions/sm90.json")
     given = parser.parse_args(arguments)
     seeds = {int(seed) for seed in given.seeds.split(",")} if given.seeds else None
-    samples = samples_of([*RECORDS, *given.records], seeds)
+    paths = [*FITTED, *given.records]
+    samples = samples_of(paths, seeds)
     judged = judge(samples)
     spreads = {name: round(rms(e for e, _ in own), 3) for name, own in judged["case"].items()}
-    model = fit(samples, spreads)
+    model = fit(samples, spreads, hosts(paths))
     print(text(samples, judged, model))
     if given.write:
         about = f"Fitted by tools/choice/fit.py to {len(samples)} times of NVIDIA H200: {'; '.join(sources(samples))}."

@@ -2,7 +2,7 @@
 
 python -m tools.choice.predicted                  rules and predictions by suite, each case predicted without its group
 python -m tools.choice.predicted --relearn        also rules that are learnt anew without each fifth of the cases
-python -m tools.choice.predicted --margin 1.2     another factor within which the choice of the rules stays
+python -m tools.choice.predicted --certainty 1    the choice of the rules stays within so much of the spread
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _known(time: float | None) -> bool:
 
 
 def chosen(
-    case: Timed, kind: str, tables: tuple[Table, ...], model: Model | None, margin: float
+    case: Timed, kind: str, tables: tuple[Table, ...], model: Model | None, certainty: float
 ) -> tuple[str, str] | None:
     """The backends of a call and of its gradients: those of the rules, or by a model those of predicted times."""
     grad = kind == "both"
@@ -56,12 +56,8 @@ def chosen(
     for n in names:
         whose = [g for g in (SHARING if n in SHARING else (n,)) if _known(case.gradients(g))]
         pairs += [(n, g) for g in whose] if grad else [(n, None)]
-    found = predictions.times(problem, pairs, model)
-    if not found:
-        return usual
     asked: predictions.Pair = usual if grad else (name, None)
-    fastest = min(found, key=found.__getitem__)
-    best = asked if found.get(asked, math.inf) <= margin * found[fastest] else fastest
+    best = predictions.leader(asked, predictions.times(problem, pairs, model), certainty)
     return best[0], best[1] or best[0]
 
 
@@ -82,7 +78,7 @@ def ratios(
     cases: Iterable[Timed],
     tables: Callable[[Timed], tuple[Table, ...]],
     model: Callable[[Timed], Model | None],
-    margin: float = predictions.MARGIN,
+    certainty: float = predictions.CERTAINTY,
 ) -> Ratios:
     """The regrets of a chooser that has a table and a model for each case."""
     found: Ratios = {}
@@ -90,7 +86,7 @@ def ratios(
         for kind in KINDS:
             if kind == "both" and (not case.problem.requires_grad or math.isinf(case.best["backward"])):
                 continue
-            one = ratio(case, kind, chosen(case, kind, tables(case), model(case), margin))
+            one = ratio(case, kind, chosen(case, kind, tables(case), model(case), certainty))
             if one is not None:
                 found.setdefault((case.suite, kind), []).append(one)
                 found.setdefault(("all", kind), []).append(one)
@@ -131,10 +127,10 @@ def text(columns: Mapping[str, Ratios]) -> str:
 def main(arguments: list[str]) -> int:
     """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--margin", type=float, default=predictions.MARGIN)
+    parser.add_argument("--certainty", type=float, default=predictions.CERTAINTY)
     parser.add_argument("--relearn", action="store_true", help="minutes")
     given = parser.parse_args(arguments)
-    cases, samples = committed(), fit.samples_of(fit.RECORDS)
+    cases, samples = committed(), fit.samples_of(fit.FITTED)
     defaults = preferences.read(preferences.FOLDER / "defaults.json")
     shipped = (preferences.read(preferences.FOLDER / "sm90.json"), defaults)
     columns = {"rules, shipped": ratios(cases, lambda case: shipped, lambda case: None)}
@@ -149,7 +145,7 @@ def main(arguments: list[str]) -> int:
         )
     for key in fit.GROUPS:
         model = held_out(fit.without(samples, key), key)
-        columns[f"hand, times no {key}"] = ratios(cases, lambda case: (defaults,), model, given.margin)
+        columns[f"hand, times no {key}"] = ratios(cases, lambda case: (defaults,), model, given.certainty)
     print(text(columns))
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from tools.choice import drawn
 from tools.choice.regret import BACKENDS, CAPABILITIES, problem_of
 
 PASSES = ("forward", "backward")
+#: A GPU that works for less than this share of a call's time waits for the host.
+HOST_BOUND = 0.4
 #: The names of a backend in records, the best first: `cuda` may have been another backend's gradients.
 NAMES = {
     "cuda": ("cuda:own", "cuda"),
@@ -97,7 +99,7 @@ def of_drawn(path: Path, forwards: Any) -> list[Sample]:
         own = dict(id=f"{call.call.seed}/{call.call.index}", suite=f"seed {call.call.seed}", source=path.name)
         for name, timed in record["candidates"].items():
             again = name == "auto" or (name == "cuda" and "cuda:own" in record["candidates"])
-            if timed["gate"] != "passed" or "by" not in timed or again:
+            if again or "by" not in timed or "gpu_us" not in timed:  # slow ones have no time of the GPU alone
                 continue
             forward, gradients = timed["by"]
             first = sample_of(call.problem, forward, False, timed["gpu_us"], device, **own)
@@ -110,6 +112,18 @@ def of_drawn(path: Path, forwards: Any) -> list[Sample]:
                 second = sample_of(call.problem, gradients, True, rest, device, **own)
                 samples += [] if second is None else [second]
     return samples
+
+
+def of_host(path: Path) -> Iterator[tuple[str, bool, float]]:
+    """Of a file of drawn calls, those that the host bounds: backend, whether it was a step, microseconds in a loop."""
+    for record in report.read(path):
+        work = record["call"].get("work", "forward")
+        for name, timed in record["candidates"].items():
+            if work == "second" or name == "auto" or "by" not in timed or "gpu_us" not in timed:
+                continue
+            forward, gradients = timed["by"]
+            if gradients in (None, forward) and timed["gpu_us"] < HOST_BOUND * timed["loop_us"]:
+                yield forward, work == "step", timed["loop_us"]
 
 
 def sources(samples: Iterable[Sample]) -> list[str]:

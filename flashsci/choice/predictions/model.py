@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashsci.call.problem import Problem
 from flashsci.choice.predictions import devices
@@ -19,6 +20,15 @@ from flashsci.choice.predictions.work import Work, work_of
 FOLDER = Path(__file__).parent
 #: A family with fewer times has no evidence.
 LEAST = 8
+#: The spread of families of which no time was left out of a fit, and the least, that of the host's time.
+USUAL_SPREAD, LEAST_SPREAD = 0.5, 0.15
+
+
+class Time(NamedTuple):
+    """A predicted time, and the standard deviation of its logarithm."""
+
+    us: float
+    spread: float
 
 
 @dataclass(frozen=True)
@@ -47,23 +57,26 @@ class Model:
     host: Mapping[str, tuple[float, float]]  # us by backend: of a forward, of a forward and gradients
     about: str = ""
 
-    def gpu_time(self, p: Problem, backend: str, backward: bool, device: devices.Device) -> float | None:
-        """Microseconds of a pass on a GPU; None without evidence."""
+    def gpu_time(self, p: Problem, backend: str, backward: bool, device: devices.Device) -> Time | None:
+        """The time of a pass on a GPU; None without evidence."""
         family = family_of(p, backend, backward)
         constants = None if family is None else self.families.get(family.text)
         if family is None or constants is None or constants.lacks(p) is not None:
             return None
-        return microseconds(work_of(p, backend, family, backward, device), constants.values)
+        spread = USUAL_SPREAD if math.isnan(constants.spread) else constants.spread
+        return Time(microseconds(work_of(p, backend, family, backward, device), constants.values), spread)
 
-    def time(self, p: Problem, forward: str, gradients: str | None, device: devices.Device) -> float | None:
-        """Microseconds of a call, and of its gradients if they have a backend: the longer of GPU and host."""
+    def time(self, p: Problem, forward: str, gradients: str | None, device: devices.Device) -> Time | None:
+        """The time of a call, and of its gradients if they have a backend: the longer of GPU and host."""
         passes = [self.gpu_time(p, forward, False, device)]
         if gradients is not None:
             passes.append(self.gpu_time(p, gradients, True, device))
         known = [time for time in passes if time is not None]
         if len(known) < len(passes) or forward not in self.host:
             return None
-        return max(sum(known), self.host[forward][gradients is not None])
+        on_gpu, on_host = sum(time.us for time in known), self.host[forward][gradients is not None]
+        spread = math.hypot(*(time.us * time.spread for time in known)) / on_gpu
+        return Time(on_gpu, spread) if on_gpu > on_host else Time(on_host, LEAST_SPREAD)
 
 
 def read(path: Path) -> Model:

@@ -33,6 +33,7 @@ KINDS = (
 #: The backends that ``auto`` may choose.
 KNOWN = ("reference", "sdpa", "eager", "triton", "cuda")
 TUNED = "tuned"  # in the place of a table's name: times on this machine
+BY_HAND = "defaults"
 PREDICTED = "predictions"  # in the place of a table's name: times that flashsci/choice/predictions predicts
 
 #: For numbers a rule gives a range, for other features the value or a list of values.
@@ -115,7 +116,7 @@ class Rule:
     when: dict[str, Any]
     order: tuple[str, ...]
     evidence: str
-    table: str = "defaults"  # the name of the table it is in
+    table: str = BY_HAND  # the name of the table it is in
 
     def holds(self, found: dict[str, Any]) -> bool:
         # Measurements of dense and packed calls say nothing about paged calls, which other kernels serve.

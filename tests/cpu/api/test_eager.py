@@ -8,7 +8,7 @@ import torch
 import flashsci
 from flashsci.call import plans
 from flashsci.call.problem import Problem
-from flashsci.choice import candidates, preferences
+from flashsci.choice import candidates, predictions, preferences
 from flashsci.testing import TRAPS, Inputs, Judge, evaluate, traps, traps_models
 
 SERVED = [
@@ -115,7 +115,8 @@ def order(problem):
     return candidates.candidates(problem, "auto", False)
 
 
-def test_wide_heads_in_fp32_are_left_to_torch():
+def test_wide_heads_in_fp32_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(predictions, "enabled", lambda: False)
     assert order(WIDE)[:2] == ("eager", "sdpa")
     assert order(replace(WIDE, seq_q=9000, seq_k=9000))[0] == "sdpa", "scores take too much memory"
     assert order(replace(WIDE, head_dim=128))[0] == "cuda"

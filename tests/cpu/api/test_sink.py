@@ -176,3 +176,29 @@ def test_refusals():
     assert flashsci.explain(q, q, q, sink=SINKS).chosen == "reference"
     found = flashsci.attention(q, q, q, sink=SINKS, key_weight=weight)
     agree(found, naive(q, q, q, sink=SINKS, key_weight=weight)[0])
+
+
+@pytest.mark.parametrize("lse", [1.0, 8.0, 20.0, 60.0])
+@pytest.mark.parametrize("mode", ["recorded", "func", "jvp"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_of_a_sink_that_takes_little(backend, mode, lse):
+    """To relative precision: a share of e^-60 has a gradient, too, which 1 - sigmoid would lose."""
+    q, k, v = (torch.randn(1, 4, 5, 8) for _ in range(3))
+    dout = torch.randn(1, 4, 5, 8)
+    sink = torch.full((4,), 0.5)
+
+    def call(sink, backend=backend, dtype=torch.float32):
+        x = [y.to(dtype) for y in (q, k, v)]
+        return flashsci.attention(*x, bias=torch.tensor(lse, dtype=dtype), sink=sink, backend=backend)
+
+    def along(call, sink, dout):
+        if mode == "recorded":
+            leaf = sink.clone().requires_grad_()
+            return torch.autograd.grad(call(leaf), leaf, dout, create_graph=True)[0].detach()
+        if mode == "func":
+            return torch.func.vjp(call, sink)[1](dout)[0]
+        return torch.func.jvp(call, (sink,), (torch.ones_like(sink),))[1]
+
+    found = along(call, sink, dout)
+    due = along(lambda s: call(s, "reference", torch.float64), sink.double(), dout.double())
+    torch.testing.assert_close(found.double(), due, rtol=1e-3, atol=0)

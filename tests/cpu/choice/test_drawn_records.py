@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flashsci.backends.cuda import library
+from flashsci.choice.predictions.model import Time
 from flashsci.testing import SMALL_CALLS, DrawnCall, draw_call
 from tools.bench import drawn
 from tools.bench.drawn import measure, report
@@ -78,10 +79,12 @@ def test_predicted_times_are_a_chooser(monkeypatch, tmp_path, capsys):
     of_times = {("cuda", "cuda"): 90.0, ("triton", "triton"): 40.0, ("cuda", "triton"): 60.0}
     found = choosing.measured(record(CALL, of_times))
     monkeypatch.setattr(choosing, "able", lambda m: list(of_times))
-    monkeypatch.setattr(choosing.predictions, "times", lambda p, pairs: {pair: of_times[pair] for pair in pairs})
+    monkeypatch.setattr(
+        choosing.predictions, "times", lambda p, pairs: {pair: Time(of_times[pair], 0.1) for pair in pairs}
+    )
     assert choosing.rules(found) == ("cuda", "cuda")
     assert choosing.predicted(found) == ("triton", "triton")
-    monkeypatch.setattr(choosing.predictions, "times", lambda p, pairs: None)
+    monkeypatch.setattr(choosing.predictions, "times", lambda p, pairs: {})
     assert choosing.predicted(found) == ("cuda", "cuda")
     path = saved(tmp_path / "drawn.jsonl", record(CALL, of_times))
     assert choosing.main([str(path), "--chooser", "predicted"]) == 0

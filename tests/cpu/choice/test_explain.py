@@ -12,7 +12,7 @@ import flashsci
 from flashsci.backends import cuda, triton
 from flashsci.backends.cuda.library import library_path
 from flashsci.call.problem import problem_of
-from flashsci.choice import preferences
+from flashsci.choice import predictions, preferences
 
 needs_library = pytest.mark.skipif(library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)")
 
@@ -74,6 +74,7 @@ def test_kernels(hopper, name):
 
 @needs_library
 def test_gradients_that_triton_leaves_to_cuda(hopper, monkeypatch):
+    monkeypatch.setattr(predictions, "enabled", lambda: False)
     by_triton = replace(preferences.find("calls", PROBLEM), order=("triton",))
     find = preferences.find
     monkeypatch.setattr(

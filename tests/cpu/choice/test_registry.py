@@ -539,7 +539,7 @@ def test_wide_heads_keep_the_sm80_backward(no_hopper_backward):
         ({"requires_grad": True}, "cuda"),
         ({"head_dim": 256, "head_dim_v": 256}, "cuda"),
         ({"head_dim": 256, "head_dim_v": 256, "requires_grad": True}, "cuda"),
-        ({"head_dim": 20}, "sdpa"),
+        ({"head_dim": 20}, "triton"),
         ({"window_left": 9, "requires_grad": True}, "cuda"),
         ({"mask": True}, "triton"),
         ({"bias_shape": (4, 65, 128)}, "cuda"),
@@ -550,7 +550,7 @@ def test_wide_heads_keep_the_sm80_backward(no_hopper_backward):
         ({"bias_shape": (65, 65), "capability": (12, 0)}, "triton"),
         ({"bias_shape": (65, 65), "dtype": torch.float32, "head_dim": 8}, "cuda"),
         ({"key_weight": True}, "triton"),
-        ({"dropout_p": 0.1}, "sdpa"),
+        ({"dropout_p": 0.1}, "triton"),
         ({"varlen": True}, "cuda"),  # proteins
         ({"varlen": True, "batch": (2048,)}, "triton"),  # crystals
         ({"varlen": True, "head_dim": 128, "head_dim_v": 128, "requires_grad": True}, "cuda"),

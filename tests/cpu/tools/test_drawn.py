@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flashsci.testing import SMALL_CALLS, DrawnCall, draw_call
+from flashsci.testing.calls import SIZES
 from tests.support.clock import Clock
 from tools.bench import commands, drawn, timer
 from tools.bench.drawn import ahead, course, isolation, measure, sample, ways
@@ -92,12 +93,14 @@ def test_candidates_compute_the_same_call(kind, budget, dtype, quick, monkeypatc
     ],
     ids=str,
 )
-@pytest.mark.parametrize("budget", [1 << 15, 400], ids=["whole", "sampled"])
+@pytest.mark.parametrize("budget", [1 << 15, 400, 1], ids=["whole", "sampled", "a part of the heads"])
 def test_packed_calls(options, budget, quick, monkeypatch):
     monkeypatch.setitem(sample.BUDGET, "cpu", budget)
     call = replace(PACKED, **options)
-    if budget == 400:
-        assert len(sample.Sample(Work(call, CPU)).call.cu_seqlens_q) < 5
+    if budget <= 400:
+        part = sample.Sample(Work(call, CPU)).call
+        assert len(part.cu_seqlens_q) < 5
+        assert budget > 1 or (part.q.shape[1], part.k.shape[1]) == (call.heads // call.heads_k, 1)
     found = gates(call)
     assert found["auto"] == "passed"
     assert found["math"] == "refused: plain PyTorch has no packed sequences"
@@ -330,24 +333,38 @@ def test_checks_ahead_end_with_their_time():
     assert time.monotonic() < begin + 300
 
 
-def dying(call, device):
-    if call.index == 1:
+RIGHT = measure.Check({}, {}, 1.0)
+
+
+def dying(calls, device, share):
+    if calls[0].index == 0:
         os._exit(1)
+    return [RIGHT] * len(calls), False
 
 
-def test_checks_ahead_survive_a_process(monkeypatch):
-    monkeypatch.setattr(ahead, "check_once", dying)
-    found = ahead.check_ahead(small_calls(6), CPU, time.monotonic() + 300, workers=1)
-    assert found == dict.fromkeys(range(6))
+def losing(calls, device, share):
+    return [RIGHT], calls[0].index == 0
 
 
-def failing(call, device):
-    raise ValueError("heads of q that no group divides")
+@pytest.mark.parametrize(("check_each", "left"), [(dying, 0), (losing, 1)])
+def test_checks_ahead_survive_a_process_and_a_device(monkeypatch, check_each, left):
+    """The calls of its kind are left to the run."""
+    monkeypatch.setattr(ahead, "check_each", check_each)
+    found = ahead.check_ahead(small_calls(SIZES + 1), CPU, time.monotonic() + 300, workers=1)
+    assert found == {n: RIGHT if n < left or n == SIZES else None for n in range(SIZES + 1)}
 
 
-def test_checks_ahead_leave_errors_to_the_run(monkeypatch):
+def test_checks_of_a_kind_leave_errors_to_the_run(monkeypatch):
+    def failing(call, device):
+        if call.index == 1:
+            raise ValueError("heads of q that no group divides")
+        if call.index == 3:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return RIGHT
+
     monkeypatch.setattr(ahead, "check_once", failing)
-    assert ahead.check_ahead(small_calls(2), CPU, time.monotonic() + 300, workers=1) == {0: None, 1: None}
+    assert ahead.check_each(list(small_calls(3)), "cpu", 1.0) == ([RIGHT, None, RIGHT], False)
+    assert ahead.check_each(list(small_calls(4)), "cpu", 1.0) == ([RIGHT, None, RIGHT], True)
 
 
 def test_back_to_back_times_a_loop(monkeypatch):

@@ -17,7 +17,7 @@ from tools.bench.drawn.measure import Check, Record, record_of
 from tools.bench.measure import environment
 
 #: The share of the time left that checks ahead may take.
-AHEAD = 0.45
+AHEAD = 0.25
 #: Seconds that another turn of checks and times needs to be worth its start.
 LEAST_TURN = 40.0
 

@@ -36,6 +36,8 @@ SLOW = 10
 
 
 NO_MEMORY = "refused: out of memory"
+#: Of a kernel whose stack finds no room.
+OF_DRIVER = "Triton Error [CUDA]: out of memory"
 
 
 class Check(NamedTuple):
@@ -124,6 +126,7 @@ class Measurement:
 
     def record(self, check: Check | None = None) -> Record:
         record = about(self.call, self.device)
+        start = time.monotonic()
         if check is None:
             self.check()
             check = self.findings()
@@ -142,7 +145,7 @@ class Measurement:
             "scores": neighbour.scores,
             **(times.get(NEIGHBOUR) or {"gate": self.reasons[NEIGHBOUR]}),
         }
-        spent = {"checking": check.seconds, "timing": time.monotonic() - began}
+        spent = {"checking": check.seconds, "preparing": began - start, "timing": time.monotonic() - began}
         record["seconds"] = {n: round(x, 2) for n, x in spent.items()}
         return record
 
@@ -200,7 +203,7 @@ class Measurement:
         """An error as the reason why a candidate has no time; of a lost device, the error itself."""
         if fatal(error):
             raise error
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or OF_DRIVER in str(error):
             return NO_MEMORY
         if isinstance(error, Unsupported | flashsci.BackendError) or not ours:
             return f"refused: {first_line(error)}"

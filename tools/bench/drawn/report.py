@@ -93,7 +93,10 @@ def _about(records: list[Record]) -> str:
     commits = every(f"{r['commit']}{' with changes' if r['dirty'] else ''}" for r in records if r["commit"])
     timed = sum(regret(r) is not None for r in records)
     spent = [r["seconds"] for r in records if "seconds" in r]
-    each = ", ".join(f"{n} {statistics.mean(s[n] for s in spent):.2f} s" for n in (spent[0] if spent else ()))
+    each = ", ".join(
+        f"{n} {statistics.mean(s[n] for s in spent if n in s):.2f} s"
+        for n in dict.fromkeys(n for s in spent for n in s)
+    )
     return (
         f"{timed} of {len(records)} drawn calls timed; seed {seeds}; {every(e['gpu'] or e['host'] for e in envs)}; "
         f"{versions}; commit {commits}; for each call: {each or '-'}"

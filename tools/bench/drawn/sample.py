@@ -159,7 +159,7 @@ class Sample:
         return torch.arange(count, device=device) + (call.seq_q - count if last else 0)
 
     def _packed(self) -> tuple[Inputs, dict[str, Index]]:
-        """Whole sequences; with dropout the first ones."""
+        """Whole sequences, or some heads of a long one; with dropout the first ones."""
         x, call, device = self.work.inputs, self.work.call, self.work.device
         squares = [call.heads * n * max(n, call.dim + call.dim_v) for n in call.lens]
         count = max(1, self.budget * len(squares) // sum(squares))
@@ -175,9 +175,11 @@ class Sample:
             return torch.cat(parts).to(device)
 
         tokens = ranges(starts, lens)
-        heads, heads_k, dim, dim_v = (
-            torch.arange(n, device=device) for n in (call.heads, call.heads_k, call.dim, call.dim_v)
-        )
+        dim, dim_v = (torch.arange(n, device=device) for n in (call.dim, call.dim_v))
+        room = max(1, self.budget * call.heads_k // squares[chosen[0]]) if len(chosen) == 1 else call.heads_k
+        heads_k = choose(call.heads_k, min(room, call.heads_k), device)
+        group = torch.arange(call.heads // call.heads_k, device=device)
+        heads = (heads_k[:, None] * len(group) + group).flatten()
         indices: dict[str, Index] = {
             "q": (tokens, heads, dim),
             "k": (tokens, heads_k, dim),
@@ -195,8 +197,8 @@ class Sample:
             cu_seqlens_q=ends.to(device=device, dtype=torch.int32),
             dropout_seed=x.dropout_seed,
             key_weight=None if x.key_weight is None else x.key_weight[tokens],
-            alibi_slopes=x.alibi_slopes,
-            sink=None if x.sink is None else x.sink.detach(),
+            alibi_slopes=None if x.alibi_slopes is None else x.alibi_slopes[heads],
+            sink=None if x.sink is None else x.sink.detach()[heads],
             bias_grad=x.bias_grad,
             key_weight_grad=False,
             options=options,
