@@ -49,7 +49,7 @@ class BlockMask(NamedTuple):
     """A mask for :func:`flashsci.attention`, with the table of the tiles in which it shows anything.
 
     Kernels of the Triton backend compute the tiles that the table lists, and read the mask only where a tile is partly
-    hidden; ``backend="auto"`` takes them for such calls. Tiles are 64 x 64. Make it once, by :meth:`from_mask`,
+    hidden; ``backend="auto"`` takes them for such calls. Tiles are 128 x 128. Make it once, by :meth:`from_mask`,
     :meth:`from_documents` or :meth:`from_function`, and give it to every layer. It is a tuple of tensors, which
     ``torch.compile`` and CUDA graphs take as they take tensors.
 

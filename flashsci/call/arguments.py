@@ -399,7 +399,8 @@ class Options(NamedTuple):
         """The options as kernels take them, with defaults filled in."""
         scale = 1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale)
         softcap = float(self.softcap) if self.softcap else 0.0
-        if softcap and softcap >= BOUNDLESS * abs(scale):
+        biased = self.softcap_at == "biased"  # then it may bound a bias, whatever the scale is
+        if softcap and softcap >= BOUNDLESS * abs(scale) and (not biased or softcap >= BOUNDLESS):
             softcap = 0.0
         if self.deterministic == BATCH:
             max_seqlen_q = max_seqlen_k = BATCH_INVARIANT
@@ -414,7 +415,7 @@ class Options(NamedTuple):
             float(self.dropout_p) if self.dropout_p else 0.0,
             self.precision or "default",
             bool(self.deterministic),
-            self.softcap_at == "biased" and _static_sign(softcap) > 0,
+            biased and _static_sign(softcap) > 0,
         )
 
     def features(self, tensors: Mapping[str, Tensor | None], needs_grad: bool) -> dict[str, Any]:

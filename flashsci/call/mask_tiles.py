@@ -18,9 +18,11 @@ from flashsci.call.row_pitch import FEWEST_READERS, differs_by_query, once
 from flashsci.call.symbols import certainly
 from flashsci.call.torch_state import is_traced
 
-TILE = 64
+TILE = 128
+#: Words of 32 bits of a row of a tile.
+WORDS = TILE // 32
 #: Numbers of bits of a tile of a mask with a row for each query; such a table has a multiple of them.
-BITS = 2 * TILE
+BITS = WORDS * TILE
 #: Scores of a call from which on two more launches are a small part of its time.
 FEWEST_SCORES = 1 << 26
 
@@ -44,7 +46,7 @@ def table_length(rows: int, keys: int) -> int:
 
 def places(length: int, rows: int, keys: int) -> int:
     """Tiles that have bits in a table of this length."""
-    return (length - lists_length(rows, keys)) // (2 * tile_rows(rows))
+    return (length - lists_length(rows, keys)) // (WORDS * tile_rows(rows))
 
 
 def fits(length: int, rows: int, keys: int) -> bool:
@@ -55,8 +57,8 @@ def fits(length: int, rows: int, keys: int) -> bool:
 
 
 def words(rows: int, keys: int) -> int:
-    """Numbers of a table that hold bits: two for each row of each tile, a mask of one row has no others."""
-    return 2 * tile_rows(rows) * tiles(rows) * tiles(keys)
+    """Numbers of a table that hold bits: WORDS for each row of each tile; a mask of one row has no others."""
+    return WORDS * tile_rows(rows) * tiles(rows) * tiles(keys)
 
 
 def tile_rows(rows: int) -> int:

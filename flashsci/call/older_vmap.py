@@ -1,6 +1,7 @@
 """The vmap of torch.autograd (``functional.jacobian(vectorize=True)``, ``is_grads_batched``) by the rule that torch.vmap has of an op.
 
-Without a rule of its own torch runs an op there sample by sample.
+Without a rule of its own torch runs an op there sample by sample. A rule serves ops of the thread that entered the vmap: autograd runs the
+backward of a GPU in another one, which does not know the level.
 """
 
 from __future__ import annotations

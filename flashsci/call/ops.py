@@ -310,9 +310,9 @@ def empty_bias_gradient(bias: Tensor, pitched: bool) -> Tensor:
     return empty_with_inner_keys(bias) if pitched else bias.new_empty(bias.shape)
 
 
-def count_of(tangents: Tangents) -> int:
-    """The number of directions of tangents [n, *]."""
-    return next(x.shape[0] for x in tangents if x is not None)
+def count_of(along: Sequence[Tensor | None]) -> int:
+    """The number of directions of tangents or cotangents [n, *]."""
+    return next(x.shape[0] for x in along if x is not None)
 
 
 def stacked(x: Tensor, count: int) -> Tensor:
@@ -338,6 +338,13 @@ def fake_backward(tensors: Tensors, need: int, windowed: bool = True) -> tuple[T
     return tuple(gradients)
 
 
+def fake_many_backward(count: int, tensors: Tensors, need: int) -> tuple[Tensor, ...]:
+    """The same for gradients of many cotangents, [count, *]."""
+    found = fake_backward(tensors, need)
+    wanted = (x is not None and need & 1 << i for i, x in enumerate(tensors.leaves))
+    return tuple(stacked(x, count) if needed else x for x, needed in zip(found, wanted, strict=True))
+
+
 def fake_double_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:
     """Shapes, strides and dtypes of the backward's results, then of the gradients of dout and dlse."""
     q, v = tensors.q, tensors.v
@@ -347,6 +354,12 @@ def fake_double_backward(tensors: Tensors, need: int) -> tuple[Tensor, ...]:
     shape = q.shape[:-1] if need & NEED_DLSE else (0,)
     glse = q.new_empty(shape, dtype=statistics_dtype(q.dtype))
     return (*fake_backward(tensors, need), gout, glse)
+
+
+def fake_many_double_backward(count: int, tensors: Tensors, need: int) -> tuple[Tensor, ...]:
+    """The same for gradients along many directions, [count, *]."""
+    found = zip(fake_double_backward(tensors, need)[-2:], (NEED_DOUT, NEED_DLSE), strict=True)
+    return *fake_many_backward(count, tensors, need), *(stacked(x, count) if need & bit else x for x, bit in found)
 
 
 _T, _L = len(Tensors._fields), len(Tangents._fields)
@@ -360,7 +373,8 @@ class Pass(NamedTuple):
     fake: Callable[..., Any]
     flat: Callable[..., tuple[Any, ...]]  # the arguments of a backend's function -> those of the op
     grouped: Callable[..., tuple[Any, ...]]  # and back
-    along: int = 0  # the leading dims of tangents and results that the call has not: directions
+    directed: int = _L  # its first arguments, tangents or cotangents: results are linear in them
+    along: int = 0  # the leading dims of these and of results that the call has not: directions
 
 
 PASSES = {
@@ -377,6 +391,15 @@ PASSES = {
             dout, dlse, *saved.flat(), need,
         ),
         lambda dout, dlse, *flat: (dout, dlse, Saved.of(flat[:-1]), flat[-1]),
+        directed=2,
+    ),
+    "many_backward": Pass(
+        BACKWARD_SCHEMA,
+        lambda dout, dlse, saved, need: fake_many_backward(count_of((dout, dlse)), saved.tensors, need),
+        lambda dout, dlse, saved, need: (dout, dlse, *saved.flat(), need),
+        lambda dout, dlse, *flat: (dout, dlse, Saved.of(flat[:-1]), flat[-1]),
+        directed=2,
+        along=1,
     ),
     "jvp": Pass(
         JVP_SCHEMA,
@@ -413,6 +436,13 @@ PASSES = {
             Tangents(*flat[:_L]), flat[_L], flat[_L + 1], Saved.of(flat[_L + 2 : -1]), flat[-1],
         ),
     ),
+    "many_double_backward": Pass(
+        DOUBLE_BACKWARD_SCHEMA,
+        lambda tangents, dout, dlse, saved, need: fake_many_double_backward(count_of(tangents), saved.tensors, need),
+        lambda tangents, dout, dlse, saved, need: (*tangents, dout, dlse, *saved.flat(), need),
+        lambda *flat: (Tangents(*flat[:_L]), flat[_L], flat[_L + 1], Saved.of(flat[_L + 2 : -1]), flat[-1]),
+        along=1,
+    ),
 }  # fmt: skip
 
 
@@ -427,7 +457,7 @@ def define(backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[s
     Returns:
         A function that calls the op with grouped arguments, as a backend's module offers it.
     """
-    schema, fake, flat, grouped, along = PASSES[what]
+    schema, fake, flat, grouped, directed, along = PASSES[what]
     op = define_op(
         f"{backend}_{what}",
         schema,
@@ -435,7 +465,7 @@ def define(backend: str, what: str, kernel: Callable[..., Any], keys: Sequence[s
         keys,
         lambda *given: fake(*grouped(*given)),
     )
-    rule = register_vmap(op, along=along)
+    rule = register_vmap(op, directed=directed, along=along)
     if what == "jvp":  # as functional.jacobian(strategy="forward-mode", vectorize=True) calls it
         LIBRARY.impl(f"{backend}_{what}", by_rule(op, rule), "Batched")
 
@@ -504,16 +534,17 @@ def _roles() -> dict[str, Role | None]:
 ROLES = _roles()
 
 
-#: Functions for calls of which tangents alone are mapped, by the name of the op: from the number of directions, the mapped
+#: Functions for calls of which tangents or cotangents alone are mapped, by the name of the op: from the number of directions, the mapped
 #: dims and the arguments to the results and their mapped dims; None: the call is not served. directions.py adds them.
 MANY: dict[str, Callable[..., tuple[Any, Any] | None]] = {}
 
 
-def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES, along: int = 0) -> Callable[..., tuple[Any, Any]]:
+def register_vmap(
+    op: Any, roles: Mapping[str, Role | None] = ROLES, directed: int = _L, along: int = 0
+) -> Callable[..., tuple[Any, Any]]:
     """Teach ``op`` to run under vmap: the mapped dim becomes one more leading (batch) dim.
 
-    ``roles``: those of its arguments by name. ``along``: the dims in front of the batch that its tangents, which come first,
-    and its results have.
+    ``roles``: those of its arguments by name. ``directed``, ``along``: as in :class:`Pass`.
 
     A function of :data:`MANY` comes first. Returns the rule.
 
@@ -536,7 +567,7 @@ def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES, along: int 
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         mapped = [p for p, dim in enumerate(in_dims) if dim is not None]
-        if name in MANY and max(mapped) < _L:
+        if name in MANY and max(mapped) < directed:
             found = MANY[name](info.batch_size, in_dims, *args)
             if found is not None:
                 return found
@@ -545,7 +576,7 @@ def register_vmap(op: Any, roles: Mapping[str, Role | None] = ROLES, along: int 
             or (dropout is not None and any(args[dropout : dropout + 1]))  # a default may be left out
             or any(p not in tensors for p in mapped)
         )
-        places = {p: along if p < _L else 0 for p in (*tensors, *mapped)}  # of the mapped dim
+        places = {p: along if p < directed else 0 for p in (*tensors, *mapped)}  # of the mapped dim
         samples = {
             p: args[p].unsqueeze(at).expand(*args[p].shape[:at], info.batch_size, *args[p].shape[at:])
             if in_dims[p] is None  # expanded too: its gradient is wanted per sample

@@ -12,6 +12,8 @@ KERNELS = ("triton", "cuda")  # backends of our own
 GROUPS = {
     "second_order": (
         "triton/jvp",
+        "triton/many_backward",
+        "triton/many_double_backward",
         "triton/many_jvp",
         "triton/second_jvp",
         "triton/double_backward_",

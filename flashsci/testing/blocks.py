@@ -114,8 +114,10 @@ def _of_scores(inputs: Inputs) -> tuple[float, float | None, bool]:
     """Scale, softcap (None: it bounds nothing) and whether that bounds scores with their bias."""
     scale, softcap = inputs.options.get("scale"), inputs.options.get("softcap")
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    softcap = None if softcap is not None and softcap >= 2.0**100 * abs(scale) else softcap
-    return scale, softcap, bool(softcap) and inputs.options.get("softcap_at") == "biased"
+    biased = inputs.options.get("softcap_at") == "biased"
+    largest = max(abs(scale), 1.0) if biased else abs(scale)
+    softcap = None if softcap is not None and softcap >= 2.0**100 * largest else softcap
+    return scale, softcap, bool(softcap) and biased
 
 
 def blocks(inputs: Inputs) -> Iterator[Block]:

@@ -225,3 +225,87 @@ def evaluate_along(inputs: Inputs, backend: str, directions: Sequence[dict[str, 
     with torch.no_grad():
         tout, tlse = torch.vmap(lambda *along: torch.func.jvp(moved, at, along)[1])(*every)
     return [{"tout": tout[n], "tlse": tlse[n]} for n in range(len(directions))]
+
+
+def evaluate_batch(
+    inputs: Inputs, backend: str, cotangents: Sequence[Sequence[Tensor | None]], older: bool = False
+) -> list[dict[str, Tensor]]:
+    """The gradients for several cotangents, in one call under ``torch.vmap``.
+
+    Args:
+        cotangents: of out and lse, each as ``inputs.dout`` and ``inputs.dlse``; None in all, or in none.
+        older: by ``is_grads_batched`` instead.
+    """
+    call = _call_of(inputs, backend, True, {})
+    learnt = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "alibi_slopes": inputs.alibi_grad}
+    given = {n: getattr(inputs, n) for n in LEAVES}
+    names = [n for n, x in given.items() if x is not None and learnt.get(n, True)]
+    given = {n: None if x is None else x.detach() for n, x in given.items()}
+    ends = [i for i, x in enumerate(cotangents[0]) if x is not None]
+
+    def chosen(*values: Tensor) -> tuple[Tensor, ...]:
+        found = call(*(given | dict(zip(names, values, strict=True))).values())
+        return tuple(found[i] for i in ends)
+
+    leaves = [given[n].requires_grad_(older) for n in names]
+    pull = None
+    if older:
+        results = chosen(*leaves)
+    else:
+        results, pull = torch.func.vjp(chosen, *leaves)[:2]
+    every = [torch.stack([x[i].to(y.dtype) for x in cotangents]) for i, y in zip(ends, results, strict=True)]  # type: ignore[union-attr]
+    if pull is None:
+        gradients = torch.autograd.grad(results, leaves, every, is_grads_batched=True)
+    else:
+        gradients = torch.vmap(lambda *along: pull(along))(*every)
+    return [{f"d{name}": x[n] for name, x in zip(names, gradients, strict=True)} for n in range(len(cotangents))]
+
+
+def evaluate_second_batch(
+    inputs: Inputs, backend: str, directions: Sequence[dict[str, Tensor]], forward: bool = False
+) -> list[dict[str, Tensor]]:
+    """Gradients of <tangents, first gradients> along several directions, in one call under ``torch.vmap``.
+
+    Args:
+        directions: each as ``inputs.tangents``.
+        forward: as tangents of the first gradients instead, which are the same for all tensors but the cotangents.
+    """
+    call = _call_of(inputs, backend, True, {})
+    learnt = {"bias": inputs.bias_grad, "key_weight": inputs.key_weight_grad, "alibi_slopes": inputs.alibi_grad}
+    given = {n: getattr(inputs, n) for n in LEAVES}
+    names = [n for n, x in given.items() if x is not None and learnt.get(n, True)]
+    moved = [n for n in names if f"t{n}" in directions[0]]
+    # torch gives a tangent the layout of its tensor, and cannot do so in expanded memory or for a negated view.
+    given = {n: x if x is None else x.detach().contiguous().resolve_neg() for n, x in given.items()}
+    ends = [i for i, x in enumerate((inputs.dout, inputs.dlse)) if x is not None]
+
+    def chosen(*values: Tensor) -> tuple[Tensor, ...]:
+        found = call(*(given | dict(zip(names, values, strict=True))).values())
+        return tuple(found[i] for i in ends)
+
+    def gradients(values: Sequence[Tensor], along: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(names, torch.func.vjp(chosen, *values)[1](tuple(along)), strict=True))
+
+    at = [given[n] for n in names]
+    with torch.no_grad():
+        results = chosen(*at)
+    along = [(inputs.dout, inputs.dlse)[i].to(y.dtype) for i, y in zip(ends, results, strict=True)]  # type: ignore[union-attr]
+    every = [torch.stack([t[f"t{n}"].to(given[n].dtype) for t in directions]) for n in moved]
+    if forward:
+
+        def first(*values: Tensor) -> tuple[Tensor, ...]:
+            changed = given | dict(zip(moved, values, strict=True))
+            return tuple(gradients([changed[n] for n in names], along).values())
+
+        point = tuple(given[n] for n in moved)
+        found = torch.vmap(lambda *t: torch.func.jvp(first, point, t)[1])(*every)
+    else:
+
+        def wanted(*values: Tensor) -> tuple[Tensor, ...]:
+            found = gradients(values[: len(names)], values[len(names) :])
+            return tuple(found[n] for n in moved)
+
+        pull = torch.func.vjp(wanted, *at, *along)[1]
+        found = torch.vmap(lambda *t: pull(t))(*every)
+    every_name = [f"g{n}" for n in names] + ([] if forward else [("gdout", "gdlse")[i] for i in ends])
+    return [{name: x[n] for name, x in zip(every_name, found, strict=True)} for n in range(len(directions))]

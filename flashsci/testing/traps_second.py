@@ -12,7 +12,7 @@ import flashsci
 from flashsci.errors import BackendError
 from flashsci.testing.bounds import PLAIN, Judge
 from flashsci.testing.cases import Case, Variant
-from flashsci.testing.evaluation import evaluate, evaluate_along
+from flashsci.testing.evaluation import evaluate, evaluate_along, evaluate_batch, evaluate_second_batch
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.making import make_inputs
 from flashsci.testing.second_tangents import second_direction
@@ -160,6 +160,56 @@ def forward_mode_along_many_directions(backend: str, device: torch.device, dtype
         inputs = make_inputs(replace(case, variant=replace(plain, **of_variant), **of_case), device)
         directions = [inputs.tangents, *second_direction(inputs.tangents)]
         found = evaluate_along(inputs, backend, directions)
+        for tangents, results in zip(directions, found, strict=True):
+            Judge(replace(inputs, tangents=tangents), backend not in PLAIN).require(results)
+
+
+@trap(order=2, one_of=("float32", *HALVES))
+def gradients_for_many_cotangents(backend: str, device: torch.device, dtype: str) -> None:
+    """Gradients under vmap: dense with a bias, causal with a softcap, packed, of key weights, of lse, of a shared bias, of wide heads."""
+    plain = Variant(dtype=dtype, head_dim=32, head_dim_v=32)
+    case = Case(seed=30, variant=plain, lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=66)
+    pair: dict[str, Any] = {"bias": "pair", "bias_grad": True}
+    variants: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"lse_grad": True}, {}),
+        (pair | {"dropout": True}, {"bias_shape": (2, 2, 70, 66), "dropout_p": 0.2}),
+        (pair, {"bias_shape": (2, 1, 70, 66)}),
+        ({"window": True, "softcap": True, "head_dim": 64, "head_dim_v": 48}, {"causal": True, "softcap": 3.0}),
+        ({"varlen": True}, {"rank": 3, "lead": (), "lens_q": (70, 0, 3), "lens_k": (33, 5, 90)}),
+        ({"key_weight": "float", "key_weight_grad": True}, {"weight_shape": (2, 1, 66)}),
+        ({"mask": True}, {"mask_shape": (2, 1, 70, 66)}),
+        ({"head_dim": 128, "head_dim_v": 128}, {}),
+    ]
+    for of_variant, of_case in variants:
+        inputs = make_inputs(replace(case, variant=replace(plain, **of_variant), **of_case), device)
+        first = inputs.dout, inputs.dlse
+        cotangents = [[None if x is None else x.roll(n, -1) for x in first] for n in range(3)]
+        found = evaluate_batch(inputs, backend, cotangents)
+        for (dout, dlse), results in zip(cotangents, found, strict=True):
+            Judge(replace(inputs, dout=dout, dlse=dlse), backend not in PLAIN).require(results)
+
+
+@trap(order=2, one_of=("float32", *HALVES))
+def second_gradients_along_many_directions(backend: str, device: torch.device, dtype: str) -> None:
+    """Second derivatives under vmap, reverse and forward over reverse: dense with a bias, causal with a softcap, packed, of key weights, of
+    few tensors, of a shared bias, of wide heads."""
+    plain = Variant(dtype=dtype, head_dim=32, head_dim_v=32, tangents="qkv")
+    case = Case(seed=31, variant=plain, lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=66)
+    pair: dict[str, Any] = {"bias": "pair", "bias_grad": True, "tangents": ALL}
+    variants: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"lse_grad": True}, {}),
+        (pair | {"dropout": True}, {"bias_shape": (2, 2, 70, 66), "dropout_p": 0.2}),
+        (pair, {"bias_shape": (2, 1, 70, 66)}),
+        ({"window": True, "softcap": True, "head_dim": 64, "head_dim_v": 48}, {"causal": True, "softcap": 3.0}),
+        ({"varlen": True}, {"rank": 3, "lead": (), "lens_q": (70, 0, 3), "lens_k": (33, 5, 90)}),
+        ({"key_weight": "float", "key_weight_grad": True, "tangents": "qkvw"}, {"weight_shape": (2, 1, 66)}),
+        ({"mask": True, "tangents": "kv"}, {"mask_shape": (2, 1, 70, 66)}),
+        ({"tangents": "qv", "head_dim": 128, "head_dim_v": 128}, {}),
+    ]
+    for number, (of_variant, of_case) in enumerate(variants):
+        inputs = make_inputs(replace(case, variant=replace(plain, **of_variant), **of_case), device)
+        directions = [inputs.tangents, *second_direction(inputs.tangents)]
+        found = evaluate_second_batch(inputs, backend, directions, forward=number % 2 == 1)
         for tangents, results in zip(directions, found, strict=True):
             Judge(replace(inputs, tangents=tangents), backend not in PLAIN).require(results)
 

@@ -86,6 +86,14 @@ def report(architecture: int, ops: dict, launched: list):
                 cotangents = given(double[5:7], (dout, dlse))
                 ops["triton_double_backward"](*tangents, *cotangents, *double[7:])
                 yield from found(f"{name}, tangents {flags}, dout {dout}, dlse {dlse}")
+                ops["triton_many_double_backward"](*many, *cotangents, *double[7:])
+                yield from found(f"{name}, tangents {flags} along three directions, dout {dout}, dlse {dlse}")
+        pulled = [x.expand(3, *x.shape).contiguous() for x in call["double_backward"][5:7]]
+        for flags in some(2 + len(present)):
+            wanted = sum(1 << i for i, flag in zip(present, flags[2:], strict=True) if flag)
+            if any(flags[:2]):
+                ops["triton_many_backward"](*given(pulled, flags[:2]), *call["many_backward"][2:-1], wanted)
+                yield from found(f"{name}, gradients {wanted} for many cotangents {flags[:2]}")
         for flags in some(3 * len(present)):
             tangents = [None] * 15
             places = [5 * direction + i for direction in range(3) for i in present]

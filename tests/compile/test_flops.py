@@ -103,6 +103,32 @@ def test_directions_share_the_products_of_the_call(dim):
     assert counter.get_total_flops() == 2 * pairs * due * dim
 
 
+@pytest.mark.parametrize("dim", [16, 128])
+def test_cotangents_share_a_product_of_the_call(dim):
+    """Two products over D and two over Dv for each, and the scores once; each time in wider heads."""
+    q, k, v = (draw(1, 2, 80, dim, grad=False) for _ in range(3))
+    ways = draw(5, 1, 2, 80, dim, grad=False)
+    pull = torch.func.vjp(lambda *x: flashsci.attention(*x, backend="triton"), q, k, v)[1]
+    with FlopCounterMode(display=False) as counter:
+        torch.vmap(pull)(ways)
+    pairs = 2 * 80 * 80
+    assert counter.get_total_flops() == 2 * pairs * (1 + 5 * 4 if dim == 16 else 5 * 5) * dim
+
+
+@pytest.mark.parametrize("dim", [16, 128])
+def test_hessian_vector_products_share_two_products_of_the_call(dim):
+    """Ten for each direction, and the scores and dO V^T once; beside them are the forward's tangents, and the first call's products."""
+    q, k, v = (draw(1, 2, 80, dim, grad=False) for _ in range(3))
+    ways = draw(5, 1, 2, 80, dim, grad=False)
+    pull = lambda q: torch.func.vjp(lambda q: flashsci.attention(q, k, v, backend="triton"), q)[1](v)[0]  # noqa: E731
+    pull(q)
+    with FlopCounterMode(display=False) as counter:
+        torch.vmap(lambda t: torch.func.jvp(pull, (q,), (t,))[1])(ways)
+    pairs = 2 * 80 * 80
+    due = 2 + 5 + (2 + 5 * 4 + 2 + 5 * 10 if dim == 16 else 5 * (6 + 12))
+    assert counter.get_total_flops() == 2 * pairs * due * dim
+
+
 def seen(rows, keys, left, right, lower_right):
     """A bool mask of the pairs inside a window."""
     i, j = torch.arange(rows)[:, None], torch.arange(keys)

@@ -13,7 +13,8 @@ ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
     "small_shared_backward_kernel",
-    "jvp_kernel", "many_jvp_kernel", "second_jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
+    "many_dq_kernel", "many_dkdv_kernel", "jvp_kernel", "many_jvp_kernel", "second_jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
+    "many_double_backward_queries_kernel", "many_double_backward_keys_kernel",
     "double_backward_small_kernel", "copy_bias_kernel", "copy_rows_kernel", "product_kernel", "wide_forward_kernel", "wide_backward_kernel",
     "wide_double_backward_kernel", "classify_kernel", "list_kernel",
 }  # fmt: skip
@@ -79,7 +80,8 @@ def calls(architecture):
 
 
 def arguments(torch, dtype, dims, options):
-    """Arguments of the raw ops for one call: tensors, scalars, those of backward, double_backward, second_jvp and many_jvp."""
+    """Arguments of the raw ops for one call: tensors, scalars, those of backward, double_backward, second_jvp, many_jvp,
+    many_backward and many_double_backward."""
     dtype, (head_dim, head_dim_v) = getattr(torch, dtype), dims
     lead = () if options.get("packed") else (2,)
     seq_q, seq_k = options.get("seq", (48, 96))
@@ -116,14 +118,21 @@ def arguments(torch, dtype, dims, options):
     given = (*tensors, out, lse, *scalars)
     leaves = q, k, v, bias, weight
     second_jvp = (*leaves, *leaves, *leaves, lse, lse, *given)
-    many_jvp = (*(None if x is None else torch.zeros(4, *x.shape, dtype=x.dtype) for x in leaves), *given)
-    return tensors, scalars, (out, lse, *given, 31), (*leaves, out, lse, *given, 127), second_jvp, many_jvp
+    along = tuple(None if x is None else torch.zeros(4, *x.shape, dtype=x.dtype) for x in leaves)
+    many_jvp = (*along, *given)
+    many_backward = (out.expand(4, *out.shape), lse.expand(4, *lse.shape), *given)
+    return (
+        tensors, scalars, (out, lse, *given, 31), (*leaves, out, lse, *given, 127), second_jvp, many_jvp, many_backward,
+        (*along, out, lse, *given),
+    )  # fmt: skip
 
 
 def report(architecture: int, ops: dict, launched: list):
     import torch
 
+    from flashsci.backends.triton.plans import many_double_backward as of_second
     from flashsci.backends.triton.plans.copy import copied
+    from flashsci.backends.triton.plans.many_backward import has_kernels
     from flashsci.backends.triton.plans.many_jvp import shares
     from flashsci.backends.triton.plans.mask_tiles import mask_tiles
     from flashsci.backends.triton.plans.second_jvp import has_kernel
@@ -132,7 +141,9 @@ def report(architecture: int, ops: dict, launched: list):
     for call, dtype, dims, features in calls(architecture):
         if call == "plain" and architecture >= 80:
             dtype = "bfloat16"
-        tensors, scalars, backward, double_backward, second_jvp, many_jvp = arguments(torch, dtype, dims, features)
+        tensors, scalars, backward, double_backward, second_jvp, many_jvp, many_backward, many_second = arguments(
+            torch, dtype, dims, features
+        )
         ops["triton_forward"](*tensors, *scalars)
         ops["triton_backward"](*backward)
         ops["triton_double_backward"](*double_backward)
@@ -140,6 +151,12 @@ def report(architecture: int, ops: dict, launched: list):
             ops["triton_second_jvp"](*second_jvp)
         if shares(*PASSES["jvp"].grouped(*many_jvp)):
             ops["triton_many_jvp"](*many_jvp)
+        for need in (31, 23):  # without the gradient of the bias, where that is a sum over queries
+            if has_kernels(*PASSES["many_backward"].grouped(*many_backward, need)[2:]):
+                ops["triton_many_backward"](*many_backward, need)
+        for need in (127, 119):
+            if of_second.has_kernels(*PASSES["many_double_backward"].grouped(*many_second, need)[3:]):
+                ops["triton_many_double_backward"](*many_second, need)
         if tensors[3] is not None and tensors[3].dim() == 4:
             # As a Linear leaves it, and its gradient.
             bias = tensors[3].contiguous(memory_format=torch.channels_last)
@@ -166,7 +183,8 @@ def test_compiles(architecture):
     found = report_of(__file__, architecture)
     missing = KERNELS - {entry["kernel"] for entry in found}
     # Turing's shared memory is too small for a whole second order, its registers for several directions.
-    assert missing == ({"double_backward_small_kernel", "many_jvp_kernel"} if architecture == 75 else set())
+    of_many = {kernel for kernel in KERNELS if kernel.startswith("many_")}
+    assert missing == ({"double_backward_small_kernel", *of_many} if architecture == 75 else set())
     check(found, architecture)
     # Scores whose maximum is subtracted are numbers of their own: not contracted with the subtraction, which would leave
     # their rounding where zero is due. "plain" has them where huge scores send it a second time.

@@ -95,6 +95,8 @@ def test_dtypes_and_dims(dtype, dim):
 
 CALLS = {
     "causal": ("documents", {"options": {"causal": True}}),
+    "causal, nothing hidden": ("nothing hidden", {"options": {"causal": True}}),
+    "a window, nothing hidden": ("nothing hidden", {"options": {"window": (300, 30)}}),
     "window": ("graph for each head", {"options": {"window": (100, 30), "align": "lower_right"}}),
     "bias": ("band", {"bias": (2, 8, *SIZES)}),
     "shared bias": ("graph for each head", {"bias": (1, 8, *SIZES)}),

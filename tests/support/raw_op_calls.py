@@ -144,19 +144,19 @@ def capped(device: str) -> Arguments:
 
 
 def mask_alone(device: str) -> Arguments:
-    return {"mask": Draw(device)(2, 1, 70, 130) > 0}
+    return {"mask": Draw(device)(2, 1, 140, 270) > 0}
 
 
 def table_of(given: Arguments, dtype: torch.dtype) -> Results:
     """The table of a mask, by its definition: kinds of tiles, lists in both directions, the places of the bits of all tiles,
-    zeros up to a multiple of 128, bits."""
+    zeros up to a multiple of 512, bits."""
     mask = given["mask"].cpu()
-    rows, keys = (-(-n // 64) for n in mask.shape[-2:])
-    padded = torch.zeros(*mask.shape[:-2], 64 * rows, 64 * keys, dtype=torch.int64)
+    rows, keys = (-(-n // 128) for n in mask.shape[-2:])
+    padded = torch.zeros(*mask.shape[:-2], 128 * rows, 128 * keys, dtype=torch.int64)
     padded[..., : mask.shape[-2], : mask.shape[-1]] = mask
     whole = torch.ones_like(padded)
     whole[..., : mask.shape[-2], : mask.shape[-1]] = mask
-    tiles, full = (x.unflatten(-1, (keys, 64)).unflatten(-3, (rows, 64)) for x in (padded, whole))
+    tiles, full = (x.unflatten(-1, (keys, 128)).unflatten(-3, (rows, 128)) for x in (padded, whole))
     kinds = tiles.amax((-3, -1)) + full.amin((-3, -1)) * tiles.amax((-3, -1))
     found = []
     for of_lines in (kinds, kinds.mT):
@@ -167,8 +167,8 @@ def table_of(given: Arguments, dtype: torch.dtype) -> Results:
         entries = torch.where(of_lines > 0, 2 * torch.arange(count) + of_lines // 2, 0).gather(-1, order)
         found += [before.flatten(-2), entries.flatten(-2)]
     found.append(torch.arange(rows * keys).expand_as(kinds.flatten(-2)))
-    found.append(torch.zeros(*kinds.shape[:-2], -sum(x.shape[-1] for x in found) % 128, dtype=torch.int64))
-    words = (tiles.transpose(-3, -2).unflatten(-1, (2, 32)) << torch.arange(32)).sum(-1)
+    found.append(torch.zeros(*kinds.shape[:-2], -sum(x.shape[-1] for x in found) % 512, dtype=torch.int64))
+    words = (tiles.transpose(-3, -2).unflatten(-1, (4, 32)) << torch.arange(32)).sum(-1)
     table = torch.cat([*found, words.flatten(-4)], -1).unsqueeze(-2)
     return (table.to(torch.int32).to(given["mask"].device),)
 
@@ -237,6 +237,16 @@ def many_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
     return tuple(torch.stack(x) for x in zip(*each, strict=True))
 
 
+def many_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """One cotangent after the other."""
+    along = ("dout", "dlse")
+    count = next(given[n].shape[0] for n in along if given[n] is not None)
+    each = [
+        backward_of(given | {n: None if given[n] is None else given[n][i] for n in along}, dtype) for i in range(count)
+    ]
+    return tuple(None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))
+
+
 def second_jvp_of(given: Arguments, dtype: torch.dtype) -> Results:
     leaves, function = _differentiable(given, dtype)
     first, second, mixed = (
@@ -275,6 +285,17 @@ def _double_backward(
     return tuple(by_name.get(n) if given["need"] >> i & 1 else None for i, n in enumerate((*names, "dout", "dlse")))
 
 
+def many_double_backward_of(given: Arguments, dtype: torch.dtype) -> Results:
+    """One direction after the other."""
+    along = [f"t{n}" for n in LEARNT]
+    count = next(given[n].shape[0] for n in along if given[n] is not None)
+    each = [
+        double_backward_of(given | {n: None if given[n] is None else given[n][i] for n in along}, dtype)
+        for i in range(count)
+    ]
+    return tuple(None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))
+
+
 def with_results(given: Arguments) -> None:
     """out and lse as the forward leaves them."""
     out, lse = forward_of(given, torch.float64)
@@ -296,17 +317,19 @@ SECOND = (*(f"t{n}" for n in LEARNT), "dout", "dlse")
 def saved(base: Callable[[str], Arguments], op: str, device: str) -> Arguments:
     given, r = base(device), Draw(device)
     r.generator.manual_seed(6)
-    if op == "many_jvp":  # GPUs have no kernel of it for all of these features in float32
+    if op.startswith("many_"):  # GPUs have no kernel of it for all of these features in float32
         given |= {n: given[n].half() for n in ("q", "k", "v", "bias") if given[n] is not None}
     with_results(given)
-    given |= {"dout": r(*given["out"].shape), "dlse": r(*given["lse"].shape)}
+    given |= {"dout": r(*given["out"].shape, dtype=given["out"].dtype), "dlse": r(*given["lse"].shape)}
     for prefix in DIRECTIONS if op == "second_jvp" else DIRECTIONS[:1]:
         given |= {f"{prefix}{n}": None if given[n] is None else r(*given[n].shape) for n in LEARNT}
-    if op == "many_jvp":
+    if op in ("many_jvp", "many_double_backward"):
         given |= {f"t{n}": None if given[n] is None else r(3, *given[n].shape, dtype=given[n].dtype) for n in LEARNT}
+    if op == "many_backward":
+        given |= {n: r(3, *given[x].shape, dtype=given[x].dtype) for n, x in (("dout", "out"), ("dlse", "lse"))}
     if op == "second_jvp":
         with_tangents(given)
-    given["need"] = 31 if op == "backward" else 127
+    given["need"] = 31 if op in ("backward", "many_backward") else 127
     return in_order(f"triton_{op}", given)
 
 
@@ -683,10 +706,12 @@ def _triton() -> Iterator[Right]:
     yield Right("triton_mask_tiles", "mask", mask_alone, table_of)
     truths = {
         "backward": backward_of,
+        "many_backward": many_backward_of,
         "jvp": jvp_of,
         "many_jvp": many_jvp_of,
         "second_jvp": second_jvp_of,
         "double_backward": double_backward_of,
+        "many_double_backward": many_double_backward_of,
     }
     for label, base in bases.items():
         if label == "dropout":  # of the second order its checks are those of the first
@@ -695,7 +720,7 @@ def _triton() -> Iterator[Right]:
         yield Right("triton_forward", label, lambda device, base=base: in_order("triton_forward", base(device)), forward_of, loose=loose)  # fmt: skip
         for op, truth in truths.items():
             refresh = with_tangents if op == "second_jvp" else with_results
-            unit = FINE if op == "many_jvp" else 0.0
+            unit = FINE if op.startswith("many_") else 0.0
             yield Right(f"triton_{op}", label, _saved(base, op), truth, unit=unit, loose=loose, refresh=refresh)
     for label, base in (("dense", dense), ("sums", dense), ("packed", packed)):
         yield Right("triton_map_statistics", label, _mapped(base, label), reductions_of, loose=LENGTHS if label == "packed" else frozenset(), refresh=map_results)  # fmt: skip

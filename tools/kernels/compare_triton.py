@@ -29,7 +29,8 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OPERATIONS = ("forward", "backward", "jvp", "many_jvp", "second_jvp", "double_backward")
+SECOND_ORDER = ("jvp", "many_jvp", "second_jvp", "double_backward", "many_double_backward")
+OPERATIONS = ("forward", "backward", "many_backward", *SECOND_ORDER)
 FIRST_ORDER = ("forward", "backward")
 MEASURES = ("registers", "stack", "shared")  # spills live on the stack
 
@@ -144,13 +145,16 @@ def arguments(torch, dtype, dims, options) -> dict[str, tuple]:
     dlse = lse if options.get("dlse") else None
     tangents = (q, k, v, bias, weight)
     several = tuple(None if x is None else x.expand(4, *x.shape) for x in tangents)
+    pulled = tuple(None if x is None else x.expand(4, *x.shape) for x in (out, dlse))
     return {
         "forward": (*tensors, *scalars),
         "backward": (out, dlse, *given, options.get("need", 31)),
+        "many_backward": (*pulled, *given, options.get("need", 31)),
         "jvp": (*tangents, *given),
         "many_jvp": (*several, *given),
         "second_jvp": (*tangents, *tangents, *tangents, lse, lse, *given),
         "double_backward": (*tangents, out, lse, *given, 127),
+        "many_double_backward": (*several, out, lse, *given, 127),
     }
 
 
@@ -201,7 +205,7 @@ def launches(architecture: int):
 
                     if not has_kernel(getattr(torch, dtype), max(dims)):
                         continue
-                with contextlib.suppress(flashsci.BackendError):  # many_jvp, where directions share nothing
+                with contextlib.suppress(flashsci.BackendError):  # those of many directions, where these share nothing
                     found[f"triton_{operation}"](*given[operation])
             for place, launch in enumerate(launched):
                 yield f"sm_{architecture} | {name} | {operation} {place}", *launch

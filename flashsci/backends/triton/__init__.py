@@ -1,8 +1,8 @@
 """The Triton backend: every feature of the specification, on any GPU that Triton supports.
 
 kernels/ holds one file for each idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq),
-backward_keys.py (dk, dv), backward_small*.py, bias_gradient.py, copy_bias.py, copy_rows.py; for the second order jvp.py, many_jvp.py, second_jvp.py
-and double_backward_*.py; for wide heads, whose scores are held in memory, wide_*.py; paged.py and paged_cache.py for paged KV
+backward_keys.py (dk, dv), backward_small*.py, many_backward.py, bias_gradient.py, copy_bias.py, copy_rows.py; for the second order jvp.py,
+many_jvp.py, second_jvp.py, double_backward_*.py and many_double_backward.py; for wide heads, whose scores are held in memory, wide_*.py; paged.py and paged_cache.py for paged KV
 caches; fp8.py for 8-bit floats; gated.py and gated_second_order.py for a gate of pairs; mask_tiles.py for the tables of tiles of a mask;
 map_rows.py, map_keys.py and map_top.py for attention maps; laplacian.py for the forward Laplacian.
 They share groups.py (groups of arguments), coord.py (the place where a program works), chunks.py (tiles of rows), scores.py,
@@ -32,6 +32,8 @@ from flashsci.backends.triton.plans import (  # noqa: F401
     gated,
     gated_second_order,
     laplacian,
+    many_backward,
+    many_double_backward,
     many_jvp,
     maps,
     mask_tiles,
@@ -57,9 +59,14 @@ forward = ops.define("triton", "forward", checks.forward(dense.forward), _KEYS)
 backward = ops.define("triton", "backward", checks.backward(dense.backward), _KEYS)
 jvp = ops.define("triton", "jvp", checks.jvp(second_order.jvp), _KEYS)
 ops.define("triton", "many_jvp", checks.many_jvp(many_jvp.many_jvp), _KEYS)
-directions.share("triton", many_jvp.shares)
+directions.share("triton", "jvp", many_jvp.shares)
+ops.define("triton", "many_backward", checks.many_backward(many_backward.many_backward), _KEYS)
+directions.share("triton", "backward", many_backward.shares)
 second_jvp = ops.define("triton", "second_jvp", checks.second_jvp(second_tangents), _KEYS)
 double_backward = ops.define("triton", "double_backward", checks.double_backward(second_order.double_backward), _KEYS)
+along_many = checks.many_double_backward(many_double_backward.many_double_backward)
+ops.define("triton", "many_double_backward", along_many, _KEYS)
+directions.share("triton", "double_backward", many_double_backward.shares)
 #: The functions of calls with a gate of pairs.
 gated_calls = gate_ops.define(
     "triton",

@@ -233,17 +233,33 @@ def many_jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
 
     def op(tangents: Tangents, saved: Saved) -> Any:
         tensors, out, lse, scalars = saved
-        counts = {x.shape[0] if x.dim() else -1 for x in tangents if x is not None}
-        need(
-            len(counts) == 1 and min(counts) >= 0,
-            "tangents along many directions are [n, *] with one n, and at least one is given; got "
-            f"{[None if x is None else list(x.shape) for x in tangents]}",
-        )
-        first = [None if x is None else x[0] if x.shape[0] else x.new_empty(x.shape[1:]) for x in tangents]
-        given = checked(tensors, scalars, first, (out,), (lse,))
+        given = checked(tensors, scalars, _first("tangents", tangents), (out,), (lse,))
         return kernels(tangents, Saved(given, out, lse, scalars))
 
     return op
+
+
+def many_backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """many_backward.many_backward behind the checks."""
+
+    def op(dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> Any:
+        tensors, out, lse, scalars = saved
+        of_out, of_lse = _first("cotangents", (dout, dlse))
+        given = checked(tensors, scalars, (), (out, of_out), (lse, of_lse))
+        return kernels(dout, dlse, Saved(given, out, lse, scalars), need)
+
+    return op
+
+
+def _first(what: str, along: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Tangents or cotangents of the first of many directions."""
+    counts = {x.shape[0] if x.dim() else -1 for x in along if x is not None}
+    need(
+        len(counts) == 1 and min(counts) >= 0,
+        f"{what} along many directions are [n, *] with one n, and at least one is given; got "
+        f"{[None if x is None else list(x.shape) for x in along]}",
+    )
+    return [None if x is None else x[0] if x.shape[0] else x.new_empty(x.shape[1:]) for x in along]
 
 
 def second_jvp(kernels: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,6 +279,17 @@ def double_backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
     def op(tangents: Tangents, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> Any:
         tensors, out, lse, scalars = saved
         given = checked(tensors, scalars, tangents, (out, dout), (lse, dlse))
+        return kernels(tangents, dout, dlse, Saved(given, out, lse, scalars), need)
+
+    return op
+
+
+def many_double_backward(kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """many_double_backward.many_double_backward behind the checks."""
+
+    def op(tangents: Tangents, dout: Tensor | None, dlse: Tensor | None, saved: Saved, need: int) -> Any:
+        tensors, out, lse, scalars = saved
+        given = checked(tensors, scalars, _first("tangents", tangents), (out, dout), (lse, dlse))
         return kernels(tangents, dout, dlse, Saved(given, out, lse, scalars), need)
 
     return op

@@ -67,6 +67,13 @@ HOPPER_16BIT_BIAS_MASK = HOPPER_16BIT | {
     "forward": HOPPER_16BIT["forward"] | {256: (64, 64, 4, 2)},
     "many_jvp": {32: (64, 32, 4, 2), 64: (64, 16, 4, 2)},
 }
+# With a table of tiles (mask_tiles.py) and no such bias: 128 query rows halve the reads of K and V. The steps of a list depend on
+# loads, so that more stages than usual hide them.
+HOPPER_16BIT_TABLES = HOPPER_16BIT_BIAS_MASK | {
+    "forward": HOPPER_16BIT_BIAS_MASK["forward"] | {64: (128, 64, 8, 5, 128), 128: (128, 128, 8, 2)},
+    "dq": HOPPER_16BIT_BIAS_MASK["dq"] | {64: (64, 64, 4, 5, 168), 128: (128, 64, 8, 5)},
+    "dkdv": HOPPER_16BIT_BIAS_MASK["dkdv"] | {64: (64, 128, 8, 5), 128: (64, 128, 8, 5)},
+}
 AMPERE_16BIT: Tiles = {
     "forward": {
         64: (128, 64, 4, 3),
@@ -217,10 +224,14 @@ def config(
     head_dim: int,
     head_dim_v: int,
     bias_mask: bool,
+    tables: bool,
     length_q: int,
     length_k: int,
 ) -> tuple[int, ...]:
-    """(BLOCK_M, BLOCK_N, warps, stages[, registers a thread]); lengths are typical ones when the batch is varlen."""
+    """(BLOCK_M, BLOCK_N, warps, stages[, registers a thread]); lengths are typical ones when the batch is varlen.
+
+    bias_mask: a bias, mask or gate for each pair. tables: the mask has a table of its tiles, and there is no other.
+    """
     if capability is None:
         table = INTERPRETER
     elif dtype == torch.float32:
@@ -229,6 +240,8 @@ def config(
             table = HOPPER_FP32 if bias_mask else HOPPER_TENSOR_FP32.get(precision, HOPPER_FP32)
     elif capability < (8, 0):
         table = TURING_16BIT
+    elif capability[0] == 9 and tables:
+        table = HOPPER_16BIT_TABLES
     elif capability[0] == 9:
         table = HOPPER_16BIT_BIAS_MASK if bias_mask else HOPPER_16BIT
     else:

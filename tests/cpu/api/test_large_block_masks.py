@@ -28,7 +28,7 @@ def drawn(*shape):
     generator = torch.Generator().manual_seed(3)
     *lead, rows, keys = shape
     kinds = torch.randint(3, (*lead, tables.tiles(rows), tables.tiles(keys)), generator=generator)
-    kinds = kinds.repeat_interleave(64, -1).repeat_interleave(64, -2)[..., :rows, :keys]
+    kinds = kinds.repeat_interleave(tables.TILE, -1).repeat_interleave(tables.TILE, -2)[..., :rows, :keys]
     return (kinds == 2) | ((kinds == 1) & (torch.rand(shape, generator=generator) < 0.5))
 
 
@@ -73,7 +73,7 @@ def test_functions_are_called_for_blocks_of_rows():
     assert torch.equal(made.dense()[0, 0], (i[:, None] - i).abs() < 100)
 
 
-@pytest.mark.parametrize("shape", [(200, 333), (2, 64, 64), (2, 3, 130, 140), (1, 1, 70, 1), (3, 320, 192)], ids=str)
+@pytest.mark.parametrize("shape", [(200, 333), (2, 128, 128), (2, 3, 260, 270), (1, 1, 140, 1), (3, 384, 256)], ids=str)
 def test_the_tensor_comes_back(shape, never_held):
     mask = drawn(*shape)
     made = BlockMask.from_mask(mask)
@@ -108,7 +108,7 @@ def step(q, k, v, mask, backend):
     return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
 
-def rows(q=130, k=140, dim=16):
+def rows(q=260, k=270, dim=16):
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(2, 2, n, dim, generator=generator).requires_grad_() for n in (q, k, k)]
 
@@ -118,7 +118,7 @@ def test_calls_and_their_repeats(backend, never_held):
     if backend == "triton":
         pytest.importorskip("triton")
     given = rows()
-    mask = drawn(2, 1, 130, 140)
+    mask = drawn(2, 1, 260, 270)
     mask[..., :5] = True  # every row sees a key
     made = BlockMask.from_mask(mask)
     due = step(*given, mask, "reference")
@@ -144,7 +144,7 @@ def test_the_backward_of_its_own(backend, never_held):
     if backend == "triton":
         pytest.importorskip("triton")
     q, k, v = (x.detach() for x in rows())
-    mask = drawn(130, 140)
+    mask = drawn(260, 270)
     mask[..., :5] = True
     out, lse = flashsci.attention(q, k, v, mask=mask, backend="reference", return_lse=True)
     due = flashsci.attention_backward(torch.ones_like(out), q, k, v, out, lse, mask=mask, backend="reference")
@@ -164,6 +164,6 @@ def test_another_size_is_refused(never_held):
 
 def test_the_compiler_takes_it(never_held):
     given = rows()
-    made = BlockMask.from_mask(drawn(130, 140))
+    made = BlockMask.from_mask(drawn(260, 270))
     compiled = torch.compile(lambda q, k, v, m: flashsci.attention(q, k, v, mask=m), backend="eager")
     torch.testing.assert_close(compiled(*given, made), flashsci.attention(*given, mask=made.dense()))

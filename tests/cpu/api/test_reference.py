@@ -119,6 +119,9 @@ FEATURES = {
         "bias_shape": (2, 3, 4), "bias_holes": True, "softcap": 1.5,
         "variant": Variant(bias="pair", bias_grad=True, softcap=True, caps_bias=True),
     },
+    "softcap of a bias alone": {
+        "bias_shape": (2, 3, 4), "softcap": 1.5, "scale": 0.0, "variant": Variant(bias="pair", bias_grad=True, softcap=True, caps_bias=True, flipped=True)
+    },
     "gate of pairs": {"gate_shape": (1, 3, 4), "variant": Variant(gate="inputs")},
     "gate of pairs, dropout": {
         "gate_shape": (2, 3, 4), "dropout_p": 0.5, "variant": Variant(gate="inputs", dropout=True)
@@ -179,6 +182,13 @@ def differentiable(fields, backend, with_lse):
         return out, torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
 
     return call, tuple(leaves)
+
+
+def test_a_softcap_bounds_a_bias_without_products():
+    q, k, v, bias = (torch.randn(1, 2, n, m, dtype=torch.double) for n, m in ((3, 8), (4, 8), (4, 8), (3, 4)))
+    options = dict(bias=4 * bias, scale=0.0, softcap=1.5, softcap_at="biased")
+    expected, _ = naive(q, k, v, **options)
+    torch.testing.assert_close(flashsci.attention(q, k, v, backend="reference", **options), expected)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

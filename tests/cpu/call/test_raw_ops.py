@@ -60,6 +60,9 @@ def call(op, values):
         return raw.triton_forward(*of(NAMES), *scalars)
     if op == "backward":
         return raw.triton_backward(*of(("dout", "dlse", *NAMES, "out", "lse")), *scalars, values.get("need", 31))
+    if op == "many_backward":
+        along = [None if values.get(n) is None else torch.stack((values[n], -values[n])) for n in ("dout", "dlse")]
+        return raw.triton_many_backward(*along, *of((*NAMES, "out", "lse")), *scalars, values.get("need", 31))
     if op == "jvp":
         return raw.triton_jvp(*of((*TANGENTS, *NAMES, "out", "lse")), *scalars)
     if op == "many_jvp":
@@ -74,6 +77,10 @@ def call(op, values):
         seconds = [f"{prefix}{n[1:]}" for prefix in ("u", "tu") for n in TANGENTS]
         given = [values.get(n) for n in (*TANGENTS, *seconds, "tlse", "ulse", *NAMES, "out", "lse")]
         return raw.triton_second_jvp(*given, *scalars)
+    if op == "many_double_backward":
+        along = [None if values.get(n) is None else torch.stack((values[n], -values[n])) for n in TANGENTS]
+        rest = of(("dout", "dlse", *NAMES, "out", "lse"))
+        return raw.triton_many_double_backward(*along, *rest, *scalars, values.get("need", 127))
     return raw.triton_double_backward(
         *of((*TANGENTS, "dout", "dlse", *NAMES, "out", "lse")), *scalars, values.get("need", 127)
     )
@@ -171,15 +178,17 @@ ALONG_TWICE = (
     ("tlse must have shape", {"tlse": R(2, 4, 6)}),
     ("ulse must be torch.float32", {"ulse": R(2, 4, 5).half()}),
 )
-OPS = ("forward", "backward", "jvp", "many_jvp", "second_jvp", "double_backward")
+OF_DOUBLE = ("double_backward", "many_double_backward")
+OF_TANGENTS = ("jvp", "many_jvp", "second_jvp", *OF_DOUBLE)
+OPS = ("forward", "backward", "many_backward", *OF_TANGENTS)
 CASES = [
     (op, base, message, change)
     for ops, base, table in (
         (OPS, dense, DENSE),
         (OPS, packed, PACKED),
-        (("backward", "jvp", "many_jvp", "second_jvp", "double_backward"), dense, RESULTS),
-        (("backward", "double_backward"), dense, COTANGENTS),
-        (("jvp", "many_jvp", "second_jvp", "double_backward"), dense, ALONG),
+        (OPS[1:], dense, RESULTS),
+        (("backward", "many_backward", *OF_DOUBLE), dense, COTANGENTS),
+        (OF_TANGENTS, dense, ALONG),
         (("second_jvp",), dense, ALONG_TWICE),
     )
     for op in ops
@@ -191,7 +200,7 @@ CASES = [
 def test_a_triton_op_refuses(number):
     op, base, message, change = CASES[number]
     values = base()
-    if op in ("jvp", "many_jvp", "second_jvp", "double_backward"):
+    if op in OF_TANGENTS:
         values["tq"] = torch.randn_like(values["q"])
     with pytest.raises((ValueError, TypeError), match=message):
         call(op, {**values, **change})

@@ -117,12 +117,12 @@ def naive_table(mask):
 
 
 def naive_bits(mask):
-    """Two words for each row of each tile."""
+    """Four words for each row of each tile."""
     rows, keys = (tables.tiles(n) for n in mask.shape)
     high = 1 if len(mask) == 1 else TILE
     padded = torch.zeros(rows * high, keys * TILE, dtype=torch.int64)
     padded[: mask.shape[0], : mask.shape[1]] = mask
-    words = padded.view(rows, high, keys, 2, 32).permute(0, 2, 1, 3, 4) << torch.arange(32)
+    words = padded.view(rows, high, keys, 4, 32).permute(0, 2, 1, 3, 4) << torch.arange(32)
     return words.sum(-1).to(torch.int32).flatten()
 
 
@@ -132,7 +132,9 @@ def require_table(table, mask):
     assert torch.equal(table[tables.lists_length(*mask.shape) :], naive_bits(mask))
 
 
-@pytest.mark.parametrize("sizes", ((200, 333), (64, 64), (1, 129), (65, 1), (320, 192), (70, 134), (130, 140)), ids=str)
+@pytest.mark.parametrize(
+    "sizes", ((300, 533), (128, 128), (1, 257), (129, 1), (512, 384), (140, 262), (260, 270)), ids=str
+)
 @pytest.mark.parametrize("name", MASKS)
 def test_the_table_is_that_of_the_tiles(name, sizes):
     mask = MASKS[name](*sizes)
@@ -145,19 +147,22 @@ def test_the_table_is_that_of_the_tiles(name, sizes):
 
 
 def test_a_repeated_mask_has_one_table():
-    mask = graph(200, 333)
-    for given in (mask.expand(2, 3, 200, 333), mask[:1].expand(2, 3, 200, 333)):
+    mask = graph(300, 333)
+    for given in (mask.expand(2, 3, 300, 333), mask[:1].expand(2, 3, 300, 333)):
         table = tables.table_of(given)
         once = mask if given.stride(-2) else mask[:1]
         assert table.shape[:-1] == (1, 1, 1)
         require_table(table[0, 0, 0], once)
     for pitch in (335, 336, 352):
         require_table(tables.table_of(torch.nn.functional.pad(mask, (0, pitch - 333), value=True)[:, :333])[0], mask)
-    transposed = graph(333, 200).mT
+    transposed = graph(333, 300).mT
     require_table(tables.table_of(transposed)[0], transposed)
 
 
-def inputs(mask, rows=150, keys=201, bias=None, group=2, dtype=torch.float32, **fields):
+SIZES = (140, 265)
+
+
+def inputs(mask, rows=SIZES[0], keys=SIZES[1], bias=None, group=2, dtype=torch.float32, **fields):
     drawn = torch.Generator().manual_seed(3)
 
     def normal(*shape, dtype=dtype):
@@ -169,20 +174,21 @@ def inputs(mask, rows=150, keys=201, bias=None, group=2, dtype=torch.float32, **
     return Inputs(q, k, v, bias=None if bias is None else normal(*bias), mask=mask, **fields)
 
 
-SIZES = (150, 201)
 CALLS = {
     **{name: lambda make=make: inputs(make(*SIZES)) for name, make in MASKS.items()},
     "bf16": lambda: inputs(band(*SIZES), dtype=torch.bfloat16),
     "causal": lambda: inputs(documents(*SIZES), options={"causal": True}),
+    "causal, nothing hidden": lambda: inputs(torch.ones(*SIZES) > 0, options={"causal": True}),
     "causal, lower right": lambda: inputs(graph(*SIZES), options={"causal": True, "align": "lower_right"}),
     "window": lambda: inputs(graph(*SIZES, 0.6), options={"window": (40, 10)}),
+    "a window, nothing hidden": lambda: inputs(torch.ones(*SIZES) > 0, options={"window": (100, 10)}),
     "a window beyond the keys": lambda: inputs(graph(300, 70, 0.6), 300, 70, options={"window": (20, 3)}),
     "padding and a window": lambda: inputs(padding(*SIZES), options={"window": (40, 10)}),
     "bias": lambda: inputs(band(*SIZES), bias=(2, 4, *SIZES)),
     "bias shared by the batch": lambda: inputs(heads(*SIZES), bias=(1, 4, *SIZES)),
     "bias shared by members of different masks": lambda: inputs(heads(*SIZES)[:2, None], bias=(1, 1, *SIZES)),
-    "bias of keys": lambda: inputs(documents(*SIZES), bias=(2, 4, 1, 201)),
-    "bias of queries": lambda: inputs(documents(*SIZES), bias=(2, 4, 150, 1)),
+    "bias of keys": lambda: inputs(documents(*SIZES), bias=(2, 4, 1, SIZES[1])),
+    "bias of queries": lambda: inputs(documents(*SIZES), bias=(2, 4, SIZES[0], 1)),
     "padding and a bias": lambda: inputs(padding(*SIZES), bias=(1, 1, *SIZES)),
     "softcap": lambda: inputs(graph(*SIZES), options={"softcap": 3.0}),
     "huge scores": lambda: inputs(band(*SIZES), options={"scale": 1e9}, dout=None, dlse=None),
@@ -199,19 +205,19 @@ def test_numbers(name, made):
 
 
 SECOND = {
-    "band": lambda: (band(100, 131), None),
-    "documents and a bias": lambda: (documents(100, 131), (2, 4, 100, 131)),
-    "bias shared by the batch": lambda: (heads(100, 131), (1, 4, 100, 131)),
-    "padding": lambda: (padding(100, 131), None),
+    "band": lambda: (band(131, 140), None),
+    "documents and a bias": lambda: (documents(131, 140), (2, 4, 131, 140)),
+    "bias shared by the batch": lambda: (heads(131, 140), (1, 4, 131, 140)),
+    "padding": lambda: (padding(131, 140), None),
 }
 
 
 @pytest.mark.parametrize("name", SECOND)
 def test_second_order(name, made):
     mask, bias = SECOND[name]()
-    given = inputs(mask, 100, 131, bias)
+    given = inputs(mask, 131, 140, bias)
     tangents = {f"t{n}": torch.randn_like(x) for n in ("q", "k", "v", "bias") if (x := getattr(given, n)) is not None}
-    judge = Judge(inputs(mask, 100, 131, bias, tangents=tangents))
+    judge = Judge(inputs(mask, 131, 140, bias, tangents=tangents))
     with poisoned_memory():
         found = evaluate(judge.inputs, "triton")
     judge.require(found)
@@ -235,20 +241,20 @@ def test_kernels_visit_the_listed_tiles_alone(monkeypatch):
     out = flashsci.attention(q, k, v, mask=mask, backend="triton")
     torch.autograd.grad(out.sum(), (q, k, v))
     listed = sum(kind > 0 for line in kinds_of(mask) for kind in line)
-    assert listed == 3 * 8 - 2
-    # A tile of the table is two query tiles and four key tiles of the interpreter's.
-    assert steps == dict.fromkeys((forward, backward_queries, backward_keys), 2 * 4 * listed)
+    assert listed == 3 * 4 - 2
+    # A tile of the table is four query tiles and eight key tiles of the interpreter's.
+    assert steps == dict.fromkeys((forward, backward_queries, backward_keys), 4 * 8 * listed)
 
 
 @pytest.mark.parametrize("hidden", (0, 1))
 def test_tiles_that_hide_nothing_are_not_read(hidden):
     """The bits change behind the lists: only the tiles that are listed as partial follow."""
-    q, k, v = (torch.randn(1, 1, 128, 16) for _ in range(3))
-    mask = torch.ones(128, 128, dtype=torch.bool)
+    q, k, v = (torch.randn(1, 1, 256, 16) for _ in range(3))
+    mask = torch.ones(256, 256, dtype=torch.bool)
     mask[:, :hidden] = False
     given = flashsci.BlockMask.from_mask(mask)
     due = flashsci.attention(q, k, v, mask=mask, backend="reference")
-    lists = tables.lists_length(128, 128)
+    lists = tables.lists_length(256, 256)
     given.tiles[..., lists:] = torch.randint(1 << 30, (given.tiles.shape[-1] - lists,))
     given.mask.zero_()
     found = flashsci.attention(q, k, v, mask=given, backend="triton")
@@ -275,8 +281,8 @@ def close(found, due):
 
 
 def test_vmap_over_a_mask(made):
-    q, k, v = (torch.randn(3, 2, 100, 16) for _ in range(3))
-    masks = torch.stack([band(100, 100), documents(100, 100), graph(100, 100)])
+    q, k, v = (torch.randn(3, 2, 150, 16) for _ in range(3))
+    masks = torch.stack([band(150, 150), documents(150, 150), graph(150, 150)])
 
     def step(backend):
         def of_one(q, k, v, mask):
@@ -294,8 +300,8 @@ def test_vmap_over_a_mask(made):
 
 
 def test_forward_mode(made):
-    q, k, v, tq = (torch.randn(1, 2, 100, 16) for _ in range(4))
-    mask = band(100, 100)
+    q, k, v, tq = (torch.randn(1, 2, 150, 16) for _ in range(4))
+    mask = band(150, 150)
     found, due = (
         torch.func.jvp(partial(flashsci.attention, k=k, v=v, mask=mask, backend=backend), (q,), (tq,))
         for backend in ("triton", "reference")
@@ -349,8 +355,8 @@ def test_repeated_calls_read_the_mask_of_each():
 
 @pytest.mark.parametrize("as_block", (False, True))
 def test_the_compiler_computes_the_same(as_block):
-    q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
-    mask = documents(100, 100)
+    q, k, v = (torch.randn(1, 2, 150, 16) for _ in range(3))
+    mask = documents(150, 150)
     given = flashsci.BlockMask.from_mask(mask) if as_block else mask
 
     def call(mask, *rows):
@@ -362,8 +368,10 @@ def test_the_compiler_computes_the_same(as_block):
 
 
 def test_the_op_has_a_fake_kernel_and_a_rule_for_vmap():
-    torch.library.opcheck(torch.ops.flashsci.triton_mask_tiles.default, (graph(130, 70),), test_utils="test_faketensor")
-    masks = torch.stack([band(130, 70), graph(130, 70)], 1)
+    torch.library.opcheck(
+        torch.ops.flashsci.triton_mask_tiles.default, (graph(260, 140),), test_utils="test_faketensor"
+    )
+    masks = torch.stack([band(260, 140), graph(260, 140)], 1)
     found = torch.func.vmap(tables.table_of, in_dims=1)(masks)
     assert torch.equal(found, torch.stack([tables.table_of(masks[:, n]) for n in (0, 1)]))
 

@@ -54,7 +54,7 @@ def bias_gradient_kernel(
         if unseen(i0, j0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW):  # its gradient is zero
             end = first
         if F.TILES:
-            some, _bits = tile_at(i0, j0, block, span, inputs, strides, BLOCK_M, F.TILES)
+            some, _bits = tile_at(i0, j0, block, span, inputs, strides, F.TILES, F.WINDOW)
             if is_shared(strides, shared) & (some == 0):  # its gradient is zero
                 end = first
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -75,7 +75,7 @@ def bias_gradient_kernel(
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
             mask = mask_of(inputs, strides, at, span, F)
             if F.TILES:
-                _some, mask = tile_at(i0, j0, at, span, inputs, strides, BLOCK_M, F.TILES)
+                _some, mask = tile_at(i0, j0, at, span, inputs, strides, F.TILES, F.WINDOW)
             alibi = alibi_of(inputs, strides, at, sizes, F)
             # Columns beyond the keys hold any values, and are not stored.
             s, slope = scores(s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)

@@ -112,7 +112,7 @@ def second_order_keys_of(
             for start in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
                 seen = mask
                 if F.TILES:
-                    start, seen = query_step(lists, start, BLOCK_M, TRANSPOSED, F.TILES)
+                    start, seen = query_step(lists, edges, start, j0, BLOCK_M, F.TILES)
                 start = tl.multiple_of(start, BLOCK_M)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start

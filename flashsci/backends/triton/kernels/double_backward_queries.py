@@ -94,14 +94,15 @@ def second_order_queries_of(
     row_sums = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(BLOCK_M, D)
 
-    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
+    steps = key_steps(lists, edges, BLOCK_N)
     FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
     STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
     for part in tl.static_range(FIRST, 3):
-        for start in tl.range(edges[part], edges[part + 1], STEP):
+        for start in tl.range(steps[part], steps[part + 1], STEP):
             seen = mask
             if F.TILES:
-                start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
+                start, seen = key_step(lists, edges, start, i0, BLOCK_N, F.TILES)
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start

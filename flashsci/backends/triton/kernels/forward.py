@@ -112,14 +112,15 @@ def attend(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(BLOCK_M, V)
 
-    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
+    steps = key_steps(lists, edges, BLOCK_N)
     FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
     STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
     for part in tl.static_range(2 if AGAIN else FIRST, 3):
-        for start in tl.range(edges[0 if AGAIN else part], edges[part + 1], STEP, num_stages=1 if AGAIN else None):
+        for start in tl.range(steps[0 if AGAIN else part], steps[part + 1], STEP, num_stages=1 if AGAIN else None):
             seen = mask
             if F.TILES:
-                start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
+                start, seen = key_step(lists, edges, start, i0, BLOCK_N, F.TILES)
             start = tl.multiple_of(start, BLOCK_N)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start

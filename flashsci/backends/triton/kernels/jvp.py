@@ -86,16 +86,17 @@ def jvp_tile_of(
     total = tl.zeros([BLOCK_M], tl.float32)  # sum of P: 1, up to roundings of a huge lse
     acc = zero_chunks(BLOCK_M, V)
 
-    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
+    steps = key_steps(lists, edges, BLOCK_N)
     FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
     STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
     SWEEPS: tl.constexpr = 1 if tangents.weight is None else 2
     for sweep in tl.static_range(0, SWEEPS):
         for part in tl.static_range(FIRST, 3):
-            for start in tl.range(edges[part], edges[part + 1], STEP):
+            for start in tl.range(steps[part], steps[part + 1], STEP):
                 seen = mask
                 if F.TILES:
-                    start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
+                    start, seen = key_step(lists, edges, start, i0, BLOCK_N, F.TILES)
                 start = tl.multiple_of(start, BLOCK_N)
                 j = start + tl.arange(0, BLOCK_N)
                 keys_left = span.len_k - start
@@ -147,9 +148,7 @@ def jvp_tile_of(
                     change = kept * gate_tile(tgate, i, j, span, TGATE_VECTOR, False)
                     acc = add_product(change, v_rows, acc, PRECISION)
                 if tangents.v is not None and sweep == SWEEPS - 1:
-                    tv_rows = load_from(
-                        tv_head, tangent_strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1
-                    )
+                    tv_rows = load_from(tv_head, tangent_strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)  # fmt: skip
                     acc = add_product(passed, tv_rows, acc, PRECISION)
         if sweep < SWEEPS - 1:
             centre = excess / at_least_one_key(total)

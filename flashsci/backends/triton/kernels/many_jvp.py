@@ -1,6 +1,7 @@
-"""Tangents of out and lse along many directions: a program computes P of its tile once for GROUP of them.
+"""Tangents of out and lse along many directions: a program computes P of its tile once for GROUP of them. For the double backward also two
+sums of each row.
 
-Maths     as in jvp.py, for each direction
+Maths     as in jvp.py, for each direction; delta is the same for all
 Grid      a program for a query tile and GROUP directions; the programs of a tile are neighbours, which share k and v in L2
 Tiles     q and for each direction tq and the fp32 tO stay on chip; k and v stream once for the group, tk and tv for each
           direction: one product a tile for the group, and four for each direction
@@ -16,6 +17,7 @@ from .chunks import (
     aligned,
     load_from,
     load_rows,
+    row_dot,
     rows_of,
     scale_chunks,
     score_chunks,
@@ -94,12 +96,14 @@ def one_step(
 
 @kernel
 def many_jvp_kernel(
-    inputs, tangents, out, lse, tout, mean, strides, tangent_strides, out_strides, tout_strides, sizes, schedule, mod, tiles,
+    inputs, tangents, out, lse, dout, dlse, tout, mean, delta, zeta,
+    strides, tangent_strides, out_strides, dout_strides, tout_strides, sizes, schedule, mod, tiles,
     F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TBIAS: tl.constexpr, TBIAS_VECTOR: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """tout, mean: the tangents of out, lse along each direction. tiles: the number of directions, the steps from one to the
-    next in the tangents of q, k, v, bias and weights, and in tout and mean."""
+    """tout, mean: the tangents of out, lse along each direction. delta, zeta: the sums that the double backward needs of dout and dlse, or
+    None without dout. tiles: the number of directions, the steps from one to the next in the tangents of q, k, v, bias and weights, and
+    in tout and mean (as in zeta)."""
     MOVES: tl.constexpr = tangents.q is not None or tangents.k is not None or tangents.bias is not None  # T is not 0
     directions, steps = tiles
     groups = tl.cdiv(directions, GROUP)
@@ -136,16 +140,17 @@ def many_jvp_kernel(
         zero = tl.zeros([BLOCK_M], tl.float32)
         states = states + ((zero, zero, zero_chunks(BLOCK_M, V)),)  # noqa: RUF005
 
-    edges = key_steps(lists, key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW), BLOCK_N)
+    edges = key_range(i0, span, mod, BLOCK_M, BLOCK_N, F.WINDOW)
+    places = key_steps(lists, edges, BLOCK_N)
     FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
     STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
     SWEEPS: tl.constexpr = 1 if tangents.weight is None else 2
     for sweep in tl.static_range(0, SWEEPS):
         for part in tl.static_range(FIRST, 3):
-            for start in tl.range(edges[part], edges[part + 1], STEP):
+            for start in tl.range(places[part], places[part + 1], STEP):
                 seen = mask
                 if F.TILES:
-                    start, seen = key_step(lists, start, i0, BLOCK_M, BLOCK_N, F.TILES)
+                    start, seen = key_step(lists, edges, start, i0, BLOCK_N, F.TILES)
                 start = tl.multiple_of(start, BLOCK_N)
                 j = start + tl.arange(0, BLOCK_N)
                 keys_left = span.len_k - start
@@ -194,3 +199,13 @@ def many_jvp_kernel(
         tile = rows_of(direction_of(tout, n, steps[5], V.VECTOR), tout_strides, at, at.h, row, V.VECTOR)
         store_chunks(tile, tout_strides, rows_left, sizes.head_dim_v, rows, BLOCK_M, V)
         tl.store(direction_of(mean, n, steps[6], 1) + position, centre + excess, mask=inside)
+        dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)
+        if dout_rows is not None:
+            tl.store(direction_of(zeta, n, steps[6], 1) + position, row_dot(dout_rows, rows), mask=inside)
+    dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)
+    if dout_rows is not None:
+        row_delta = row_dot(dout_rows, out_rows)
+        if dlse is not None:
+            row_delta -= tl.load(dlse + position, mask=inside, other=0.0)
+        row_delta = tl.where(row_lse == float("-inf"), 0.0, row_delta)
+        tl.store(delta + position, row_delta, mask=inside & (n0 == 0))

@@ -1,8 +1,8 @@
 """The table of tiles of a mask, see tiles.py: one kernel reads the mask once, one makes lists of what it found.
 
 Maths     kind of a tile: 0 if it hides every score, 2 if it hides none, else 1; a running count of kinds above 0; bits
-Grid      classify: one axis over (block of the mask, query tile, group of key tiles); list: (block, query or key tile)
-Tiles     TILE rows of TILE x GROUP bytes, each read once
+Grid      classify: one axis over (block of the mask, query tile, key tile); list: (block, query or key tile)
+Tiles     TILE rows of TILE bytes, each read once
 Limits    memory: the bytes of the mask
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .kernel import kernel
 from .scores import PLANE, Plane, load_plane
-from .tiles import BITS, TILE
+from .tiles import BITS, TILE, WORDS
 
 
 class MaskSizes(NamedTuple):
@@ -20,7 +20,6 @@ class MaskSizes(NamedTuple):
     keys: int
     tiles_q: int
     tiles_k: int
-    groups: int  # of key tiles
     lead1: int  # the two inner ones of the three dims before rows
     lead2: int
     length: int  # of the table of one block
@@ -37,41 +36,37 @@ class MaskStrides(NamedTuple):
 
 
 @kernel
-def classify_kernel(mask, kinds, table, strides, sizes, VECTOR: tl.constexpr, GROUP: tl.constexpr):
+def classify_kernel(mask, kinds, table, strides, sizes, VECTOR: tl.constexpr):
     """kinds [block, tiles_q, tiles_k] of the tiles of a mask, one byte each, and the bits of the table.
 
     Rows and keys beyond the mask do not count; their bits are 0.
     """
     pid = tl.program_id(0)
-    group = pid % sizes.groups
-    tile_q = pid // sizes.groups % sizes.tiles_q
-    block = pid // (sizes.groups * sizes.tiles_q)
+    tile_k = pid % sizes.tiles_k
+    tile_q = pid // sizes.tiles_k % sizes.tiles_q
+    block = pid // (sizes.tiles_k * sizes.tiles_q)
     outer = block // sizes.lead2
     pointer = mask + (outer // sizes.lead1).to(tl.int64) * strides.lead0
     pointer += (outer % sizes.lead1).to(tl.int64) * strides.lead1 + (block % sizes.lead2).to(tl.int64) * strides.lead2
     i = tile_q * TILE + tl.arange(0, TILE)
-    j = group * (TILE * GROUP) + tl.arange(0, TILE * GROUP)
+    j = tile_k * TILE + tl.arange(0, TILE)
     plane = Plane(pointer, strides.row, strides.column, sizes.rows)
     attend = load_plane(plane, i, j, sizes.keys, PLANE, VECTOR, False) != 0
     inside = (i < sizes.rows)[:, None] & (j < sizes.keys)[None, :]
     visible = (attend & inside).to(tl.int32)
-    seen = tl.reshape(visible, [TILE, GROUP, TILE])
-    hidden = tl.reshape((inside & (attend == 0)).to(tl.int32), [TILE, GROUP, TILE])
-    some = tl.max(tl.max(seen, 2), 0)
-    rest = tl.max(tl.max(hidden, 2), 0)
+    hidden = (inside & (attend == 0)).to(tl.int32)
+    some = tl.max(tl.max(visible, 1), 0)
+    rest = tl.max(tl.max(hidden, 1), 0)
     kind = tl.where(some == 0, 0, 2 - rest)
-    tile_k = group * GROUP + tl.arange(0, GROUP)
     first = (block.to(tl.int64) * sizes.tiles_q + tile_q) * sizes.tiles_k
-    tl.store(kinds + first + tile_k, kind.to(tl.int8), mask=tile_k < sizes.tiles_k)
+    tl.store(kinds + first + tile_k, kind.to(tl.int8))
 
     place = tl.arange(0, 32)[None, None, :]
-    words = tl.sum(tl.reshape(visible, [TILE, 2 * GROUP, 32]) << place, 2)
+    words = tl.sum(tl.reshape(visible, [TILE, WORDS, 32]) << place, 2)
     row = tl.arange(0, TILE)[:, None]
-    word = group * (2 * GROUP) + tl.arange(0, 2 * GROUP)[None, :]
     table += (block + 1).to(tl.int64) * sizes.length - sizes.words
-    table += tile_q.to(tl.int64) * sizes.tiles_k * (2 * sizes.tile_rows)
-    stored = (row < sizes.tile_rows) & (word < 2 * sizes.tiles_k)
-    tl.store(table + word // 2 * (2 * sizes.tile_rows) + row * 2 + word % 2, words, mask=stored)
+    table += (tile_q.to(tl.int64) * sizes.tiles_k + tile_k) * (WORDS * sizes.tile_rows)
+    tl.store(table + row * WORDS + tl.arange(0, WORDS)[None, :], words, mask=row < sizes.tile_rows)
 
 
 @kernel

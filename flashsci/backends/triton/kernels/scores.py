@@ -25,6 +25,8 @@ ABSENT = tl.constexpr(0)
 PLANE = tl.constexpr(1)  # a value for each (i, j)
 KEY = tl.constexpr(2)  # a value for each j
 
+WORDS = tl.constexpr(4)  # of a row of a tile, see tiles.py
+
 
 class Plane(NamedTuple):
     """A bias or mask as one head sees it."""
@@ -36,10 +38,13 @@ class Plane(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """A mask at one tile of its table, see tiles.py: for each row a word of its first 32 columns, and one of the others."""
+    """A mask at one step through its table, see tiles.py."""
 
-    low: Any
-    high: Any
+    cut: Any  # whether a score may be hidden: by the mask, by the window, or behind the keys
+    words: Any  # the pointer to the first word of the first row
+    pitch: Any  # from the word of a row to that of the next
+    partial: Any  # whether the words are read
+    rest: Any  # the words where they are not read: -1 or 0
 
 
 @triton.jit
@@ -128,13 +133,25 @@ def load_plane(plane, i, j, len_k, KIND: tl.constexpr, VECTOR: tl.constexpr, TRA
 
 
 @triton.jit
-def bits_at(bits, j, TRANSPOSED: tl.constexpr):
-    """Whether rows see columns j (a vector, inside one tile): [M, N] or, TRANSPOSED, [N, M]."""
-    column = j[:, None] % 64 if TRANSPOSED else j[None, :] % 64
-    low = bits.low[None, :] if TRANSPOSED else bits.low[:, None]
-    high = bits.high[None, :] if TRANSPOSED else bits.high[:, None]
-    word = tl.where(column < 32, low, high)
-    return (word >> (column % 32)) & 1 != 0
+def bits_at(bits, j, M: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Whether M rows see columns j (a vector, inside one tile): [M, N] or, TRANSPOSED, [N, M].
+
+    Words become scores by a change of shape: so a thread holds those of its own scores alone.
+    """
+    N: tl.constexpr = j.shape[0]
+    COUNT: tl.constexpr = (N + 31) // 32
+    EACH: tl.constexpr = N // COUNT  # columns of a word
+    rows = tl.arange(0, M) * bits.pitch
+    places = tl.arange(0, COUNT)
+    places = rows[None, :] + places[:, None] if TRANSPOSED else rows[:, None] + places[None, :]
+    words = tl.load(bits.words + places, mask=bits.partial, other=bits.rest)
+    if TRANSPOSED:
+        words = tl.reshape(tl.broadcast_to(words[:, None, :], [COUNT, EACH, M]), [N, M])
+    else:
+        words = tl.reshape(tl.broadcast_to(words[:, :, None], [M, COUNT, EACH]), [M, N])
+    column = j % 32 if N < 32 else tl.arange(0, N) % 32
+    column = column[:, None] if TRANSPOSED else column[None, :]
+    return (words >> column) & 1 != 0
 
 
 @triton.jit
@@ -182,7 +199,7 @@ def scores(
     """Scores of a tile of products q k^T at rows i and columns j (vectors), and the slope of the softcap (1 without).
     [M, N] or, TRANSPOSED, [N, M].
 
-    bias: a Plane, or its tile if that was loaded before, or None; mask: a Plane or None; alibi: a slope or None.
+    bias: a Plane, or its tile if that was loaded before, or None; mask: a Plane, Bits or None; alibi: a slope or None.
     CHECK_KEYS: the tile may extend beyond the keys. WINDOW: F.WINDOW, or 0 for a tile that the window does not cut.
     """
     slope = 1.0
@@ -206,12 +223,23 @@ def scores(
         bounded, slope = tanh(rounded_product(s, 1.0 / mod.softcap))
         # A bias of -inf hides its key.
         s = tl.where(s == float("-inf"), s, rounded_product(bounded, mod.softcap))
-    if mask is not None:
-        if len(mask) == 2:  # Bits
-            s = tl.where(bits_at(mask, j, TRANSPOSED), s, float("-inf"))
-        else:
+    if mask is not None and len(mask) == 5:  # Bits
+        if mask.cut:
+            s = tl.where(bits_at(mask, j, i.shape[0], TRANSPOSED), s, float("-inf"))
+            s = within(s, i, j, span, mod, CHECK_KEYS, WINDOW, TRANSPOSED)
+    else:
+        if mask is not None:
             attend = load_plane(mask, i, j, span.len_k, F.MASK, F.MASK_VECTOR, TRANSPOSED)
             s = tl.where(attend != 0, s, float("-inf"))
+        s = within(s, i, j, span, mod, CHECK_KEYS, WINDOW, TRANSPOSED)
+    if F.CAPS_BIAS:  # the bias beyond the last key may be NaN
+        slope = tl.where(s == float("-inf"), 0.0, slope)
+    return s, slope
+
+
+@triton.jit
+def within(s, i, j, span, mod, CHECK_KEYS: tl.constexpr, WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Scores, -inf behind the keys and outside the window."""
     i = i[None, :] if TRANSPOSED else i[:, None]
     j = j[:, None] if TRANSPOSED else j[None, :]
     if CHECK_KEYS:
@@ -220,9 +248,7 @@ def scores(
         s = tl.where(j - i <= span.shift + mod.right, s, float("-inf"))
     if WINDOW == 2:
         s = tl.where(j - i >= span.shift - mod.left, s, float("-inf"))
-    if F.CAPS_BIAS:  # the bias beyond the last key may be NaN
-        slope = tl.where(s == float("-inf"), 0.0, slope)
-    return s, slope
+    return s
 
 
 @triton.jit

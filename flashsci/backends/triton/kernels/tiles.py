@@ -5,12 +5,12 @@ for each key tile its query tiles. Each has two parts: `before` counts the liste
 holds 2 t for the listed tile t, and 2 t + 1 if all of its scores are visible.
 
     before [rows, keys + 1], list [rows, keys], before [keys, rows + 1], list [keys, rows], place [rows, keys]
-    bits [places, TILE, 2], which begin at a multiple of BITS numbers
+    bits [places, TILE, WORDS], which begin at a multiple of BITS numbers
 
-Behind the lists are bits, 64 for each row of a tile, in two words, and for each tile its place among them. Kernels read
-those of tiles that hide some of their scores, and never the mask itself. A table that kernels made has a place for
+Behind the lists are bits, TILE for each row of a tile, in WORDS words of 32, and for each tile its place among them. Kernels
+read those of tiles that hide some of their scores, and never the mask itself. A table that kernels made has a place for
 every tile; one of a `BlockMask` only for the tiles that are read. Tiles are TILE x TILE; kernels with smaller tiles go
-through a listed one in steps. A mask that is equal for all queries (KEY) has one row of tiles with one row of bits each,
+through a listed one in steps, and read the words of their own columns. A mask that is equal for all queries (KEY) has one row of tiles with one row of bits each,
 which follow the places at once, and a key tile that it lists is seen by every query tile.
 """
 
@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 
 from .chunks import head_pointer
-from .scores import KEY, Bits, load_row
+from .scores import KEY, WORDS, Bits
 
-TILE = tl.constexpr(64)
-BITS = tl.constexpr(128)
+TILE = tl.constexpr(128)
+BITS = tl.constexpr(512)  # TILE WORDS
 
 
 class Lists(NamedTuple):
@@ -115,18 +115,19 @@ def steps_between(lists, low, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def key_step(lists, step, i0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
-    """The start of the key tile of a step, and the bits of its rows from i0 on."""
+def key_step(lists, edges, step, i0, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
+    """The start of the key tile of a step, and the bits of its rows from i0 on. edges: as `key_range` found them."""
     step += tl.zeros([], tl.int32)  # a tensor: the interpreter counts in Python
     entry = entry_of(lists, step // (TILE // BLOCK_N))
-    i = i0 % TILE + tl.arange(0, BLOCK_M)
-    bits = bits_of(lists, entry // 2, i, entry % 2 == 0, False, TILES)
-    return entry // 2 * TILE + step % (TILE // BLOCK_N) * BLOCK_N, bits
+    start = entry // 2 * TILE + step % (TILE // BLOCK_N) * BLOCK_N
+    cut = (start < edges[1]) | (start >= edges[2])
+    return start, bits_of(lists, entry // 2, i0, start, cut, entry % 2 == 0, -1, TILES)
 
 
 @triton.jit
-def query_step(lists, step, BLOCK_M: tl.constexpr, TRANSPOSED: tl.constexpr, TILES: tl.constexpr):
-    """The start of the query tile of a step, and the bits of its rows."""
+def query_step(lists, edges, step, j0, BLOCK_M: tl.constexpr, TILES: tl.constexpr):
+    """The start of the query tile of a step, and the bits of its rows from column j0 on. edges: as `query_range` found
+    them."""
     step += tl.zeros([], tl.int32)
     if TILES == KEY:  # the steps are all query tiles, in order
         start = step * BLOCK_M
@@ -136,8 +137,8 @@ def query_step(lists, step, BLOCK_M: tl.constexpr, TRANSPOSED: tl.constexpr, TIL
         entry = entry_of(lists, step // (TILE // BLOCK_M))
         tile = entry // 2
         start = tile * TILE + step % (TILE // BLOCK_M) * BLOCK_M
-    i = start % TILE + tl.arange(0, BLOCK_M)
-    return start, bits_of(lists, tile, i, entry % 2 == 0, TRANSPOSED, TILES)
+    cut = (start < edges[1]) | (start >= edges[2])
+    return start, bits_of(lists, tile, start, j0, cut, entry % 2 == 0, -1, TILES)
 
 
 @triton.jit
@@ -147,14 +148,16 @@ def entry_of(lists, place):
 
 
 @triton.jit
-def bits_of(lists, tile, i, partial, ALONG_COLUMNS: tl.constexpr, TILES: tl.constexpr):
-    """The bits of rows i of a tile, which are not read, and all set, unless it is `partial`."""
+def bits_of(lists, tile, i0, j0, cut, partial, rest, TILES: tl.constexpr):
+    """The bits of a tile from row i0 and column j0 on, which are read if it is `partial`. cut: whether something else
+    hides scores; rest: see Bits."""
     place = tl.load(lists.places + tile * lists.apart, mask=partial, other=0)
     place = tl.minimum(tl.maximum(place, 0), lists.most - 1).to(tl.int64)
-    words = lists.bits + place * (2 if TILES == KEY else BITS) + (i * 0 if TILES == KEY else 2 * i)
-    low = load_row(words, partial & (i >= 0), -1, ALONG_COLUMNS)
-    high = load_row(words + 1, partial & (i >= 0), -1, ALONG_COLUMNS)
-    return Bits(low, high)
+    words = lists.bits + place * (WORDS if TILES == KEY else BITS) + j0 % TILE // 32
+    if TILES == KEY:
+        return Bits(cut | partial, words, 0, partial, rest)
+    else:
+        return Bits(cut | partial, words + i0 % TILE * WORDS, WORDS, partial, rest)
 
 
 @triton.jit
@@ -166,12 +169,13 @@ def is_shared(strides, shared):
 
 
 @triton.jit
-def tile_at(i0, j0, at, span, inputs, strides, BLOCK_M: tl.constexpr, TILES: tl.constexpr):
+def tile_at(i0, j0, at, span, inputs, strides, TILES: tl.constexpr, WINDOW: tl.constexpr):
     """Whether the tile at (i0, j0) holds a visible score, and the bits of its rows from i0 on."""
     lists = keys_of(i0, at, span, inputs, strides, TILES)
+    j0 += tl.zeros([], tl.int32)  # a tensor: the interpreter counts in Python
     tile = j0 // TILE
     before = tl.load(lists.before + tile)
     some = tl.load(lists.before + tile + 1) > before
     entry = entry_of(lists, tl.minimum(tl.maximum(before, 0), lists.count - 1))
-    seen = bits_of(lists, tile, i0 % TILE + tl.arange(0, BLOCK_M), some & (entry % 2 == 0), False, TILES)
-    return some, Bits(tl.where(some, seen.low, 0), tl.where(some, seen.high, 0))
+    cut = (some == 0) | (WINDOW >= 1)
+    return some, bits_of(lists, tile, i0, j0, cut, some & (entry % 2 == 0), tl.where(some, -1, 0), TILES)

@@ -45,7 +45,7 @@ from flashsci.backends.triton.plans.strides import (
     weight_strides,
 )
 from flashsci.backends.triton.plans.wide import Wide
-from flashsci.call.mask_tiles import TILE, has_rows
+from flashsci.call.mask_tiles import has_rows
 from flashsci.call.ops import (
     BATCH_INVARIANT,
     NEED_BIAS,
@@ -142,6 +142,7 @@ class DensePlan:
         self.tiles = ABSENT.value if table is None or wide else kind_of_table
         table_strides = table_strides_of(*table, self.size_q, self.size_k) if self.tiles else None
         self.bias_mask = PLANE.value in (bias_kind, mask_kind)
+        self.tables = bool(self.tiles) and bias_kind != PLANE.value
         self.width = max(d0 + d1, v0 + v1)
         self.small = tilings.small_config(device.capability, dtype, self.width, self.longest)
         self.wide = Wide(self) if wide else None
@@ -193,15 +194,14 @@ class DensePlan:
             self.head_dim,
             self.head_dim_v,
             self.bias_mask or bool(self.tiles) or gated,
+            self.tables,
             *self.lengths,
         )
-        if self.tiles and max(block_m, block_n) > TILE:  # a step is a tile of the table, or a part of it
-            block_m, block_n, warps, registers = min(block_m, TILE), min(block_n, TILE), min(warps, 4), []
         by_keys = kernel in tilings.BY_KEYS
         size, block = (self.size_k, block_n) if by_keys else (self.size_q, block_m)
         tiles = size // block + self.sequences + 2 if self.varlen else -(-size // block)
         arguments = dict(self.arguments, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
-        if registers:
+        if registers and not (self.tables and self.arguments["F"].DROPOUT):  # whose random bits would spill
             arguments["maxnreg"] = registers[0]
         return tiles, arguments
 

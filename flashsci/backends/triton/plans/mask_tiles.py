@@ -19,9 +19,6 @@ from flashsci.call.op_checks import need
 from flashsci.call.row_pitch import once
 from flashsci.call.schemas import LIBRARY, define_op
 
-#: Key tiles of a program, by whether rows begin at multiples of 4 bytes.
-GROUPS = {True: 4, False: 2}
-
 
 def bytes_at_once(strides: tuple[int, ...], keys: int) -> int:
     """The bytes of a mask that one load may take, up to 16: all rows begin and end at multiples of them, or their pitch
@@ -39,14 +36,12 @@ def launches(device: torch.device, shape: tuple[int, ...], stride: tuple[int, ..
     tiles_q, tiles_k = tiles(rows), tiles(keys)
     strides = plane_strides(shape, stride, False)
     vector = bytes_at_once(strides, keys)
-    group = GROUPS[vector >= 4]
-    groups, blocks = -(-tiles_k // group), math.prod(lead)
+    blocks = math.prod(lead)
     sizes = MaskSizes(
         rows,
         keys,
         tiles_q,
         tiles_k,
-        groups,
         lead[1],
         lead[2],
         table_length(rows, keys),
@@ -55,8 +50,8 @@ def launches(device: torch.device, shape: tuple[int, ...], stride: tuple[int, ..
     )
     classify = Launch(
         classify_kernel,
-        blocks * tiles_q * groups,
-        {"strides": MaskStrides(*strides), "sizes": sizes, "VECTOR": vector, "GROUP": group, "num_warps": 8},
+        blocks * tiles_q * tiles_k,
+        {"strides": MaskStrides(*strides), "sizes": sizes, "VECTOR": vector, "num_warps": 8 if vector >= 4 else 16},
     )
     block = triton.next_power_of_2(max(tiles_q, tiles_k))
     make = Launch(

@@ -67,7 +67,7 @@ def tiles(device: Device, dtype: torch.dtype, precision: str, dims: tuple[int, i
     Rows are (query, head) pairs that share a key head.
     """
     if rows > FEW:
-        found = tilings.config("forward", device.capability, dtype, precision, *dims, False, rows, keys)
+        found = tilings.config("forward", device.capability, dtype, precision, *dims, False, False, rows, keys)
         return Tiles(False, *found[:4])
     if device.capability is None:
         name = "interpreter"
