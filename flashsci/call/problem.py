@@ -117,7 +117,7 @@ class Problem:
 
     @property
     def few_scores(self) -> bool:
-        """Whether the scores of a dense call are at most half as many numbers as the rows of q, k, v and out.
+        """Whether the scores of a dense call are at most half as many numbers as the rows of q, k, v and out, or 2^24.
 
         Triton's kernels for wide heads require this, because they hold the scores in memory. False where sizes are
         not known.
@@ -125,7 +125,9 @@ class Problem:
         if self.varlen or self.seq_q is None or self.seq_k is None:
             return False
         width = self.head_dim + self.head_dim_v
-        return 2 * self.seq_q * self.seq_k <= (self.seq_q + self.seq_k) * width
+        if 2 * self.seq_q * self.seq_k <= (self.seq_q + self.seq_k) * width:
+            return True
+        return self.batch is not None and math.prod((*self.batch, self.heads_q, self.seq_q, self.seq_k)) <= 1 << 24
 
     def visible_pairs(self) -> int:
         """Query-key pairs of one head that causal and window leave, summed over the batch (dense calls)."""

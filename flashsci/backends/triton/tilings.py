@@ -72,7 +72,7 @@ HOPPER_16BIT_BIAS_MASK = HOPPER_16BIT | {
 HOPPER_16BIT_TABLES = HOPPER_16BIT_BIAS_MASK | {
     "forward": HOPPER_16BIT_BIAS_MASK["forward"] | {64: (128, 64, 8, 5, 128), 128: (128, 128, 8, 2)},
     "dq": HOPPER_16BIT_BIAS_MASK["dq"] | {64: (64, 64, 4, 5, 168), 128: (128, 64, 8, 5)},
-    "dkdv": HOPPER_16BIT_BIAS_MASK["dkdv"] | {64: (64, 128, 8, 5), 128: (64, 128, 8, 5)},
+    "dkdv": HOPPER_16BIT_BIAS_MASK["dkdv"] | {64: (64, 64, 4, 5), 128: (64, 128, 8, 5)},
 }
 AMPERE_16BIT: Tiles = {
     "forward": {
@@ -188,6 +188,9 @@ INTERPRETER: Tiles = {name: {512: (32, 16, 4, 1)} for name in FP32}  # small, so
 MAX_HEAD_DIM = 512
 MOST_SMALL = 64  # rows and keys of a sequence whose backward one program does
 MOST_KEYS = 1024  # keys of a row of scores that one program holds
+#: Scores of a call that wide heads hold in memory in any case, 64 MiB: at D 168 and 819 rows the double backward in tiles takes 30
+#: times as long as plain PyTorch.
+FEW_SCORES = 1 << 24
 
 
 @functools.lru_cache
@@ -318,12 +321,13 @@ def most_directions(
     return 4 if hopper and plain and width <= 32 else 2
 
 
-def is_wide(dims: tuple[int, int], length_q: int, length_k: int) -> bool:
+def is_wide(dims: tuple[int, int], length_q: int, length_k: int, heads: int) -> bool:
     """Whether scores of fp32 inputs are held in memory, between products of whole heads.
 
-    No tile serves rows so wide, and the scores are at most half as many numbers as the rows.
+    No tile serves rows so wide, and the scores are at most half as many numbers as the rows, or FEW_SCORES.
+    heads: of queries, over the batch.
     """
-    few = 2 * length_q * length_k <= (length_q + length_k) * sum(dims)
+    few = 2 * length_q * length_k <= (length_q + length_k) * sum(dims) or heads * length_q * length_k <= FEW_SCORES
     return max(dims) > 128 and few and length_k <= MOST_KEYS
 
 

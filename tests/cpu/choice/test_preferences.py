@@ -270,8 +270,9 @@ def test_few_scores_are_what_wide_heads_ask_for(dims):
 
     given = {"head_dim": dims[0], "head_dim_v": dims[1], "batch": (2,)}
     for seq_q, seq_k in itertools.product((1, 40, 300, 385, 1024), repeat=2):
-        problem = replace(HOPPER, **given, seq_q=seq_q, seq_k=seq_k)
-        assert problem.few_scores == is_wide(dims, seq_q, seq_k)
+        for heads in (8, 1000):
+            problem = replace(HOPPER, **given, heads_q=heads, seq_q=seq_q, seq_k=seq_k)
+            assert problem.few_scores == is_wide(dims, seq_q, seq_k, 2 * heads)
     assert not replace(HOPPER, **given, seq_q=None, seq_k=40).few_scores
     assert not replace(HOPPER, **given, varlen=True, seq_q=40, seq_k=40).few_scores
 

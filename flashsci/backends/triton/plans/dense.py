@@ -104,7 +104,7 @@ class DensePlan:
         precise = products(precision, dtype, device.capability)
         dims = self.head_dim, self.head_dim_v
         dense = not (self.varlen or self.empty)
-        wide = dense and dtype == torch.float32 and tilings.is_wide(dims, *self.lengths)
+        wide = dense and dtype == torch.float32 and tilings.is_wide(dims, *self.lengths, self.batch * self.heads)
         if mask is not None and dropout_p and max(dims) > 128 and not wide:
             # Triton 3.6 makes wrong code of these together with TF32 products (sm_90): P of some keys is lost or
             # misplaced.
@@ -426,7 +426,8 @@ def options_of(scalars: Scalars) -> tuple:
 def reads_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels of some pass of a dense call read its mask even if it has a table."""
     lengths = q.shape[-2], k.shape[-2]
-    wide = q.dtype == torch.float32 and tilings.is_wide((q.shape[-1], v.shape[-1]), *lengths)
+    heads = q.shape[:-2].numel()
+    wide = q.dtype == torch.float32 and tilings.is_wide((q.shape[-1], v.shape[-1]), *lengths, heads)
     return wide or max(lengths) <= tilings.MOST_SMALL
 
 
