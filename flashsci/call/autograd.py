@@ -35,6 +35,7 @@ from flashsci.call.ops import (
     packed,
 )
 from flashsci.call.plans import Plan
+from flashsci.call.row_pitch import whole_rows
 from flashsci.call.schemas import LIBRARY
 from flashsci.call.torch_state import transforming
 from flashsci.choice import backends, differentiate
@@ -290,7 +291,9 @@ def _backward_of_equal_ranks(plan: Plan, dout: Tensor | None, dlse: Tensor | Non
     if not torch.is_grad_enabled() and not transforming() and bypasses_dispatcher((dout, dlse, *saved)):
         return plan.backward(dout, dlse, saved, need)
     *tensors, out, lse = saved
-    kept = Saved(Tensors(*tensors), out.detach(), lse.detach(), plan.scalars)
+    # A plain forward may have left rows of a bias as they are (plans.py).
+    given = whole_rows(Tensors(*tensors))
+    kept = Saved(given, out.detach(), lse.detach(), plan.scalars)
     return _backward(written(plan.choice), dout, dlse, kept, need)
 
 

@@ -288,16 +288,21 @@ def fake_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def pitches_bias_gradient(bias: Tensor, q: Tensor, k: Tensor, windowed: bool) -> bool:
-    """Whether a backward returns the gradient of a bias at a pitch of 16 bytes: as the bias, of 16 bits, has it, with a
-    number for every score and no window. Tiles are written there as they are read."""
+    """Whether a backward returns the gradient of a bias at a pitch of 16 bytes: as the bias has it. Tiles are written there
+    as they are read."""
+    if bias.dim() < 2 or not (bias.stride(-2) > bias.shape[-1] and bias.stride(-2) % 8 == 0):
+        return False
+    return may_pitch_bias_gradient(bias, q, k, windowed)
+
+
+def may_pitch_bias_gradient(bias: Tensor, q: Tensor, k: Tensor, windowed: bool) -> bool:
+    """Whether the gradient of a bias may have rows of whole 16 bytes, longer than its keys: in 16 bits, with a number for every
+    score and no window."""
     keys = bias.shape[-1]
     return (
         not windowed
         and bias.element_size() == 2
-        and bias.dim() > 1
         and bias.stride(-1) == 1
-        and bias.stride(-2) > keys
-        and bias.stride(-2) % 8 == 0
         and keys % 8 != 0
         and keys == k.shape[-2]
         and bias.shape[:-1] == q.shape[:-1]

@@ -15,7 +15,20 @@ from torch.autograd import forward_ad
 
 from flashsci.call import bias_copy, mask_tiles, repeats, row_pitch
 from flashsci.call.kinds import Dense
-from flashsci.call.ops import Given, Saved, Scalars, Tensors, raised, unobserved, with_inner_keys
+from flashsci.call.ops import (
+    NEED_BIAS,
+    NEED_K,
+    NEED_Q,
+    NEED_V,
+    Given,
+    Saved,
+    Scalars,
+    Tensors,
+    fake_forward,
+    raised,
+    unobserved,
+    with_inner_keys,
+)
 from flashsci.call.torch_state import casts_to, is_traced, rounds_products, transforming
 from flashsci.call.transforms import wanted
 from flashsci.choice import backends, differentiate
@@ -64,6 +77,7 @@ class Plan:
         "_forward",
         "_leaves_bias",
         "_ragged",
+        "_reads_ragged",
         "_tabled",
         "as_given",
         "choice",
@@ -90,6 +104,7 @@ class Plan:
         self.as_given = False  # whether kernels are known to take these tensors without a copy
         self._leaves_bias: bool | None = None  # whether kernels take it as it is
         self._ragged: tuple[bool, bool] | None = None  # whether bias and mask are copied for their rows
+        self._reads_ragged: bool | None = None  # whether plain calls leave such a bias as it is
         self._tabled: bool | None = None  # whether a table of the mask's tiles is made
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
         self._forward: Run | None = None
@@ -134,11 +149,27 @@ class Plan:
         if ragged is None:
             ragged = row_pitch.ragged(given)
             self._ragged = None if is_traced() else ragged
+        left = direct and ragged[0] and self.reads_ragged(given, needs_grad)
+        if left:
+            ragged = False, ragged[1]
         if ragged[0] or ragged[1]:
             of_mask = bias_copy.choose_for(given.mask) if direct else with_inner_keys
             given = row_pitch.whole_rows(given, copied, of_mask, ragged)
-        self.as_given = given is tensors and self._ragged is not None
+        self.as_given = given is tensors and self._ragged is not None and not left
         return given
+
+    def reads_ragged(self, tensors: Tensors, needs_grad: bool) -> bool:
+        """Whether the kernels of plain calls read the rows of a bias that begin anywhere; others read a copy."""
+        if self._reads_ragged is None:
+            asked = getattr(self.module, "reads_ragged_bias", None)
+            found = asked is not None and asked(tensors, self.scalars, needs_grad)
+            if found and needs_grad:
+                bias_needed = tensors.bias is not None and tensors.bias.requires_grad
+                need = NEED_Q | NEED_K | NEED_V | (NEED_BIAS if bias_needed else 0)
+                saved = Saved(tensors, *fake_forward(tensors), self.scalars)
+                found = differentiate.gradient_backend(self.choice, saved, need) == self.choice.forward
+            self._reads_ragged = found
+        return self._reads_ragged
 
     def makes_table(self, tensors: Tensors) -> bool:
         """Whether a table of the mask's tiles is made for a call that has none."""

@@ -104,6 +104,12 @@ def prepared_backward(
     return run
 
 
+def gradient_backend(choice: Choice, saved: Saved, need: int) -> str:
+    """The backend whose kernels compute gradients of a call."""
+    module = sharing(choice)
+    return choice.usual if module is None else _gradient_backend(choice, module, saved, need)
+
+
 def _gradient_backend(choice: Choice, module: Any, saved: Saved, need: int) -> str:
     with tracer_paused():  # sizes are numbers, and the decision is no part of a trace
         return _decided(choice, module, saved, need)

@@ -208,7 +208,8 @@ def test_sass_is_tensor_core_code():
         assert "LDSM.16.M88.4" in text and "LDSM.16.MT88.4" in text, name
         assert "LDGSTS" in text, name
         assert "DFMA" not in text and "DMUL" not in text, name
-    paged = sass(f"sm_{archs[-1]}", "sm805paged12paged_kernel")
+    of_paged = [a for a in archs if a != 90 or archs[0] == 90]  # cmake/left_out.txt
+    paged = sass(f"sm_{of_paged[-1]}", "sm805paged12paged_kernel")
     assert len(paged) == 2 * 3 * 3  # dtypes, head dims, what a cache holds
     for text in paged:
         name = text.split("\n", 1)[0]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import flashsci
+from flashsci.call import row_pitch
 from flashsci.choice import backends
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs
 
@@ -55,6 +56,32 @@ def made(*bias_shape):
     q, k, v = (torch.randn(2, 8, n, 64, device="cuda", dtype=torch.bfloat16) for n in (SEQ_Q, SEQ_K, SEQ_K))
     bias = torch.randn(bias_shape, device="cuda", dtype=torch.bfloat16)
     return [x.requires_grad_() for x in (q, k, v, bias)]
+
+
+@pytest.mark.parametrize("room", ((0, 0), (1, 0), (0, 2)))
+@pytest.mark.parametrize("dim", (64, 96, 128))
+@pytest.mark.parametrize("shape", (OWN, (8, SEQ_Q, SEQ_K), (SEQ_Q, SEQ_K)), ids=str)
+def test_rows_are_read_where_they_are(shape, dim, room):
+    """The bits of a copy, with NaN behind the rows and keys of the bias, and no memory for a copy."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("these are Hopper's kernels")
+    q, k, v, dout = (
+        torch.randn(2, 8, n, dim, device="cuda", dtype=torch.bfloat16) for n in (SEQ_Q, SEQ_K, SEQ_K, SEQ_Q)
+    )
+    wide = torch.full((*shape[:-2], SEQ_Q + room[0], SEQ_K + room[1]), torch.nan, device="cuda", dtype=torch.bfloat16)
+    bias = wide[..., :SEQ_Q, :SEQ_K].normal_()
+    results = []
+    for given in (bias, row_pitch.padded(bias)):
+        leaves = [x.detach().requires_grad_(x is not bias or shape == OWN) for x in (q, k, v, given)]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = flashsci.attention(*leaves[:3], bias=leaves[3], backend="cuda", deterministic=True)
+        held = torch.cuda.memory_allocated() - before
+        assert held < out.numel() * 2 + bias.numel(), "a copy is kept"
+        wanted = [x for x in leaves if x.requires_grad]
+        results.append((out, *torch.autograd.grad(out, wanted, dout)))
+    for found, due in zip(*results, strict=True):
+        assert torch.equal(found, due)
 
 
 def step(backend):

@@ -19,6 +19,8 @@ from tools.choice import drawn
 from tools.choice.regret import BACKENDS, CAPABILITIES, problem_of
 
 PASSES = ("forward", "backward")
+#: Drawn calls whose records time tiles of Triton that have given way to products of whole heads.
+REPLACED = ("2/22",)
 #: A GPU that works for less than this share of a call's time waits for the host.
 HOST_BOUND = 0.4
 #: The names of a backend in records, the best first: `cuda` may have been another backend's gradients.
@@ -46,7 +48,7 @@ class Sample:
 def sample_of(p: Problem, backend: str, backward: bool, time: float, device: Device, **about: Any) -> Sample | None:
     """The sample of a pass; None if no family serves it."""
     family = family_of(p, backend, backward)
-    if family is None:
+    if family is None or (family.name == "triton/wide" and about["id"] in REPLACED):
         return None
     work = work_of(p, backend, family, backward, device)
     groups = {"D": str(max(p.head_dim, p.head_dim_v)), "suite": about["suite"], "case": about["id"]}
@@ -102,7 +104,10 @@ def of_drawn(path: Path, forwards: Any) -> list[Sample]:
             if again or "by" not in timed or "gpu_us" not in timed:  # slow ones have no time of the GPU alone
                 continue
             forward, gradients = timed["by"]
+            of_forward, of_gradients = timed.get("kernels", (None, None))
             first = sample_of(call.problem, forward, False, timed["gpu_us"], device, **own)
+            if first is not None and not _is_of(first, of_forward):
+                first = None
             if work == "forward":
                 samples += [] if first is None else [first]
                 continue
@@ -110,8 +115,13 @@ def of_drawn(path: Path, forwards: Any) -> list[Sample]:
             rest = math.nan if known is None else timed["gpu_us"] - known
             if rest > 0.4 * timed["gpu_us"]:  # else the rest says little
                 second = sample_of(call.problem, gradients, True, rest, device, **own)
-                samples += [] if second is None else [second]
+                samples += [second] if second is not None and _is_of(second, of_gradients) else []
     return samples
+
+
+def _is_of(sample: Sample, kernels: str | None) -> bool:
+    """Whether the kernels of the library that a record names are those that would serve its call today."""
+    return kernels is None or sample.family.startswith(kernels.split(" + ")[0])
 
 
 def of_host(path: Path) -> Iterator[tuple[str, bool, float]]:

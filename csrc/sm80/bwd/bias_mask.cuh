@@ -52,9 +52,8 @@ __device__ __forceinline__ void for_queries(T* start, int64_t row_stride, int qu
 }
 
 // Whether the probability of element (m, n, e) stays. kept: the bits of draw_neighbours.
-template <int kM>
 __device__ __forceinline__ bool stays(uint32_t kept, int m, int n, int e) {
-  return kept >> (2 * kM * (n * 2 + e % 2) + m * 2 + e / 2) & 1;
+  return kept >> (e % 2 * 16 + m * 8 + n * 2 + e / 2) & 1;
 }
 
 // dP^T - delta / scale of what is dropped becomes -delta / scale. statistics: of this lane's first
@@ -67,7 +66,7 @@ __device__ __forceinline__ void drop_gradients(float (&dp)[kM][kN][4], uint32_t 
     const float4 x = load_statistics(statistics + n * 64);
 #pragma unroll
     for (int i = 0; i < kM * 4; ++i)
-      if (!stays<kM>(kept, i / 4, n, i % 4)) dp[i / 4][n][i % 4] = i % 2 == 0 ? x.y : x.w;
+      if (!stays(kept, i / 4, n, i % 4)) dp[i / 4][n][i % 4] = i % 2 == 0 ? x.y : x.w;
   }
 }
 
@@ -80,7 +79,7 @@ __device__ __forceinline__ void drop_probabilities(float (&p)[kM][kN][4], float 
     const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
     const float scaled = p[m][n][e] * scale;
     dp[m][n][e] *= scaled;
-    p[m][n][e] = stays<kM>(kept, m, n, e) ? scaled : 0.f;
+    p[m][n][e] = stays(kept, m, n, e) ? scaled : 0.f;
   }
 }
 
@@ -211,19 +210,17 @@ struct BiasMaskAhead {
     }
   }
 
-  // The terms that are not loaded ahead: the bias after a softcap (or with a scale too small to
-  // divide by), and a mask with an element for every pair.
-  __device__ __forceinline__ void apply_rest(float (&s)[kM][kN][4],
-                                             const FlashsciBiasMask& bias_mask,
-                                             const BackwardPlan& plan,
-                                             const unsigned char* bias_head,
-                                             const uint8_t* mask_head, int query, int key,
-                                             int queries, int keys, int distance) const {
+  // A bias that is not loaded ahead: that of a call with a softcap, or with a scale too small to
+  // divide by.
+  static __device__ __forceinline__ void add_late(float (&s)[kM][kN][4],
+                                                  const FlashsciBiasMask& bias_mask,
+                                                  const BackwardPlan& plan,
+                                                  const unsigned char* bias_head, int query,
+                                                  int key, int queries, int keys, int distance) {
     key = opaque(key);  // an address in a register through the loop costs too much
     if (has_slopes(bias_mask)) {
-      if (!plan.bias_first)
-        add_alibi_transposed(s, __ldg(reinterpret_cast<const float*>(bias_head)), distance);
-    } else if (bias_mask.bias != nullptr && !plan.bias_first) {
+      add_alibi_transposed(s, __ldg(reinterpret_cast<const float*>(bias_head)), distance);
+    } else if (bias_mask.bias != nullptr) {
       const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
       for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
         uint32_t word[kKeys];
@@ -235,7 +232,13 @@ struct BiasMaskAhead {
         __syncwarp();  // the compiler would load all columns at once, into occupied registers
       });
     }
+  }
+
+  __device__ __forceinline__ void hide(float (&s)[kM][kN][4], const FlashsciBiasMask& bias_mask,
+                                       const BackwardPlan& plan, const uint8_t* mask_head,
+                                       int query, int key, int queries, int keys) const {
     if (bias_mask.mask == nullptr) return;
+    key = opaque(key);  // an address in a register through the loop costs too much
     if (bias_mask.mask_strides.row == 0) {
 #pragma unroll
       for (int j = 0; j < kKeys; ++j) {

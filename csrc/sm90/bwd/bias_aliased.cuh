@@ -9,8 +9,9 @@
 //           for all queries come straight from global memory.
 // Shared    One more stage of dS (the third), and nothing else.
 // Limits    The bias comes by tiles if TMA takes it: q's dtype, neighbouring keys contiguous,
-//           strides multiples of 16 bytes. fp32 or a mask by pairs: bias_staged.cuh. Softcap is
-//           left to sm80.
+//           strides multiples of 16 bytes, or rows that follow each other (row_groups.cuh); rows of
+//           dbias are whole 16 bytes. fp32 or a mask by pairs: bias_staged.cuh. Softcap is left to
+//           sm80.
 #pragma once
 #include <cstdint>
 
@@ -43,6 +44,15 @@ inline bool has_bias_tiles(const FlashsciBackwardParams& p) {
 
 inline bool has_mask_tiles(const FlashsciBackwardParams& p) {
   return p.bias_mask.mask != nullptr && !is_of_keys(p.bias_mask.mask_strides, p.seq_q);
+}
+
+// Whether rows of its tiles begin elsewhere than at multiples of 16 bytes.
+inline bool has_ragged_tiles(const FlashsciBackwardParams& p) {
+  const auto ragged = [](int64_t size, int64_t stride) { return size > 1 && stride % 8 != 0; };
+  const FlashsciScoreStrides& s = p.bias_mask.bias_strides;
+  return has_bias_tiles(p) && !p.bias_mask.bias_is_fp32 &&
+         (ragged(p.seq_q, s.row) || ragged(p.heads_q, s.head) || ragged(p.batch1, s.batch1) ||
+          ragged(p.batch0, s.batch0));
 }
 
 // Whether bias_staged.cuh serves it.
@@ -126,7 +136,15 @@ cudaError_t encode_bias_mask(BackwardArgs& a, MapElement element) {
   static_assert(C::StagedBiasBox::kRows == C::BiasBox::kRows &&
                 C::MaskBox::kRows == C::BiasBox::kRows);
   const int box_keys = element.bytes == 4 ? C::StagedBiasBox::kColumns : C::BiasBox::kColumns;
+  a.bias_groups = {};
   if (a.bias_tiles) encode(a.bias, p.bias_mask.bias, p.bias_mask.bias_strides, element, box_keys);
+  if (C::kGroupsRows && a.bias_tiles && error == cudaErrorNotSupported) {
+    const FlashsciScoreStrides& s = p.bias_mask.bias_strides;
+    const MapDims dims = {{p.seq_q, p.heads_q, p.batch1, p.batch0},
+                          {s.row, s.head, s.batch1, s.batch0}};
+    error = encode_row_groups(&a.bias, a.bias_groups, p.bias_mask.bias, element, p.seq_k, dims,
+                              box_keys, C::BiasBox::kRows);
+  }
   if (a.stores_bias) encode(a.dbias, p.dbias, p.dbias_strides, element, box_keys);
   if (a.mask_tiles)
     encode(a.mask, p.bias_mask.mask, p.bias_mask.mask_strides, kByte, C::MaskBox::kColumns);
@@ -145,15 +163,20 @@ __device__ __forceinline__ void move_bias_mask(BackwardStorage<C>& shared, const
     const int head = tile.head * group + iter / blocks, block = tile.begin + iter % blocks;
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w)
-      move(ptx::shared_address(shared.ds[iter % C::kDsStages]) + w * C::BiasBox::kBytes,
+      move(ptx::shared_address(shared.ds[iter % C::kDsStages]) + w * C::kDsBoxBytes,
            tile.row + w * C::BiasBox::kColumns, block * C::kBlockQ, head);
   };
   const auto load = [&](int iter) {
     const uint32_t full = ptx::shared_address(&shared.bias_full[iter % C::kDsStages]);
     poison_stage(ptx::shared_address(shared.ds[iter % C::kDsStages]), C::kDsBytes);
-    ptx::mbarrier_arrive_expect(full, sizeof(shared.ds[0]));
+    ptx::mbarrier_arrive_expect(full, C::kConsumers * C::BiasBox::kBytes);
+    const RowGroups& groups = a.bias_groups;
     boxes(iter, [&](uint32_t target, int key, int row, int head) {
-      ptx::tma_load_5d(target, &a.bias, full, key, row, head, tile.batch1, tile.batch0);
+      if (!C::kGroupsRows || groups.pitch == 0)
+        ptx::tma_load_5d(target, &a.bias, full, key, row, head, tile.batch1, tile.batch0);
+      else
+        load_row_groups<C::kBlockQ>(target, &a.bias, full, groups, key,
+                                    groups.row_of(tile, head) + row);
     });
   };
   for (int iter = 0; iter < min(iters, C::kDsStages); ++iter) load(iter);
@@ -201,13 +224,20 @@ __device__ __forceinline__ void exponentiate_bias_mask(float (&p)[kCount], const
   if (C::kBiasStaged && a.bias_tiles) {
     exponentiate_staged(p, s, a, lse, StagedBias<C>(bias, w));
   } else if (a.bias_tiles) {
-    const int thread = opaque(threadIdx.x), matrix_row = thread % 8;
-    bias += (matrix_row + thread % 32 / 16 * 8) * 128 +
-            ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
+    // Row i of block b of 8 queries is in place i + 8 b, or that of row_groups.cuh. In both orders a
+    // warp reads the pieces of 16 bytes that it will overwrite, of all rows.
+    const bool grouped = C::kGroupsRows && a.bias_groups.pitch != 0;
+    const int row_places = grouped ? grouped_places(C::kBlockQ) / 8 : 1;
+    const int block_places = grouped ? 1 : 8;
+    const int thread = opaque(threadIdx.x);
+    const uint32_t first = bias +
+                           (thread % 8 * row_places + thread % 32 / 16 * block_places) * 128 +
+                           (thread / 32 % 4 * 2 + thread / 8 % 2) * 16;
 #pragma unroll
     for (int m = 0; m < kCount / 8; ++m) {  // 16 queries
+      const uint32_t place = first + m * block_places * 256;
       uint32_t words[4];
-      ptx::ldmatrix_x4_trans(words, bias + m * 2048);
+      ptx::ldmatrix_x4_trans(words, place ^ (place >> 3 & 112));
 #pragma unroll
       for (int e = 0; e < 8; e += 2) {
         const float2 row = ptx::ld_shared_f2(lse + m * 64 + e / 4 * 32);

@@ -10,6 +10,7 @@
 #include "../../ptx/fence.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
+#include "../row_groups.cuh"
 #include "../tma_box.cuh"
 #include "../tma_map.h"
 
@@ -38,7 +39,10 @@ struct BackwardTiling {
   static constexpr bool kNarrow = kBoxes == 1 && kBoxesV == 1;
   static constexpr int kQBytes = kBlockQ * kBoxes * 128, kDoutBytes = kBlockQ * kBoxesV * 128;
   static constexpr int kKBytes = kBlockK * kBoxes * 128, kVBytes = kBlockK * kBoxesV * 128;
-  static constexpr int kDsBytes = kBlockQ * kBlockK * 2;
+  // Whether the bias in the place of dS may have grouped rows (row_groups.cuh), which take more.
+  static constexpr bool kGroupsRows = kHasBiasMask && !kBiasStaged && kBlockQ == 64;
+  static constexpr int kDsBoxBytes = (kGroupsRows ? grouped_places(kBlockQ) : kBlockQ) * 128;
+  static constexpr int kDsBytes = kConsumers * kDsBoxBytes;
   // The consumers share dQ: 64 rows each, or half of the columns in shared memory.
   static constexpr bool kSplitRows = kBlockQ == 128;
   static constexpr int kDqColumns = kSplitRows ? kHeadDim : kBoxes * 32;
@@ -56,7 +60,7 @@ struct BackwardTiling {
   using BiasBox = Box<kBlockQ>;               // aliased bias, and its dbias
   using StagedBiasBox = Box<kBlockQ, 32, 4>;  // staged bias, and its dbias
   using MaskBox = Box<kBlockQ, 64, 1>;
-  static_assert(kDsBytes == kConsumers * BiasBox::kBytes &&
+  static_assert(kDsBoxBytes >= BiasBox::kBytes && kDsBoxBytes % 1024 == 0 &&
                     kBiasBytes == kBlockK / StagedBiasBox::kColumns * StagedBiasBox::kBytes &&
                     kMaskBytes == kConsumers * MaskBox::kBytes,
                 "barriers expect what is loaded");
@@ -150,6 +154,7 @@ struct alignas(128) BackwardArgs {
   uint32_t known;              // CTAs whose first tile has their own index: all; in turns none
   bool mask_tiles, adds_bias;  // staged: the mask is read by tiles; tiles are added to dbias
   CUtensorMap mask;
+  RowGroups bias_groups;  // of the aliased bias, if its rows begin anywhere; pitch 0: they do not
 };
 
 // A flag that the lse of some row of a query tile is large (kLargeExponent): the last bit of the

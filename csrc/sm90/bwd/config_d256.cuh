@@ -11,6 +11,7 @@ namespace flashsci::sm90::bwd {
 template <int kHeadDim_, int kHeadDimV_>
 struct D256BackwardTiling {
   static constexpr bool kD256 = true, kHasBiasMask = false, kBiasStaged = false, kManyTiles = false;
+  static constexpr bool kGroupsRows = false;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockQ = 64, kBlockK = 64;
   static constexpr int kConsumers = 2, kStages = 2;
   static constexpr int kDoutStages = kHeadDim + kHeadDimV <= 384 ? 2 : 1;  // the number that fits

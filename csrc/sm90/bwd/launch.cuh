@@ -163,6 +163,9 @@ using OneTile = BackwardTiling<kHeadDim, kHeadDimV, 64>;
 template <int kHeadDim, int kHeadDimV>
 using AliasedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, rows_of_block(kHeadDim, kHeadDimV),
                                        BiasMaskTiles::kAliased>;
+// Of 64 queries, for rows of a bias that begin anywhere.
+template <int kHeadDim, int kHeadDimV>
+using RaggedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, 64, BiasMaskTiles::kAliased>;
 template <int kHeadDim, int kHeadDimV>
 using StagedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, 64, BiasMaskTiles::kStaged>;
 
@@ -217,6 +220,8 @@ cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t
   if constexpr (!Plain::kD256) {
     if (has_staged_bias_mask(p))
       return launch_bias_mask<Op, StagedBiasTile<kHeadDim, kHeadDimV>>(p, stream);
+    if (has_ragged_tiles(p))
+      return launch_bias_mask<Op, RaggedBiasTile<kHeadDim, kHeadDimV>>(p, stream);
     if (has_bias_mask(p))
       return launch_bias_mask<Op, AliasedBiasTile<kHeadDim, kHeadDimV>>(p, stream);
     if constexpr (!Plain::kNarrow) {
@@ -235,6 +240,7 @@ int64_t padded_workspace(const FlashsciBackwardParams& p) {
   if constexpr (!Plain::kD256) {
     if (has_staged_bias_mask(p))
       return bias_mask_workspace<Op, StagedBiasTile<kHeadDim, kHeadDimV>>(p);
+    if (has_ragged_tiles(p)) return bias_mask_workspace<Op, RaggedBiasTile<kHeadDim, kHeadDimV>>(p);
     if (has_bias_mask(p)) return bias_mask_workspace<Op, AliasedBiasTile<kHeadDim, kHeadDimV>>(p);
   }
   return p.softcap != 0.f ? workspace_of<BackwardTile<kHeadDim, kHeadDimV, true>>(p)

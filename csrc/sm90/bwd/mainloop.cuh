@@ -70,6 +70,14 @@ __device__ __forceinline__ void hide(uint32_t (&x)[kCount][4], const Window& win
   }
 }
 
+// Elements from this lane's query `queries` on become 0.
+template <int kCount>
+__device__ __forceinline__ void hide_behind(float (&x)[kCount], int queries) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e)
+    if (e / 4 * 8 + e % 2 >= queries) x[e] = 0.f;
+}
+
 // Stores this warpgroup's 64 rows of dK or dV in shared memory: boxes of 64 columns, `pitch` bytes
 // apart.
 template <class Op, int kCount>
@@ -145,6 +153,9 @@ struct Blocks {
     const bool all = first_key + 64 <= tile.seq_k;
     full_begin = ptx::redux_max(all ? (first_query + C::kBlockQ - 1) / C::kBlockQ : INT32_MAX);
     full_end = ptx::redux_max(max(first_key - window.before + 1, 0) / C::kBlockQ);
+    // Rows of a bias are followed by others, which may be NaN.
+    if (C::kGroupsRows && a.bias_groups.pitch != 0)
+      full_end = min(full_end, tile.seq_q / C::kBlockQ);
   }
   __device__ __forceinline__ void read(const BackwardStorage<C>&, uint32_t) {}
   __device__ __forceinline__ bool cut(int) const { return block < full_begin || block >= full_end; }
@@ -281,7 +292,7 @@ struct Consumer {
       if constexpr (C::kBiasStaged)
         bias = address(shared.bias_mask[pair_stage]);
       else
-        bias = address(shared.ds[pair_stage]) + w * (kBlockQ * 128);
+        bias = address(shared.ds[pair_stage]) + w * C::kDsBoxBytes;
       exponentiate_bias_mask<Op, C>(prob, s, a, tile, lse() + stage * (kBlockQ * 4), bias, w, iter);
     }
 #pragma unroll
@@ -304,6 +315,8 @@ struct Consumer {
       if (cut) {
         limit_probabilities(prob);
         hide_outside(prob);
+        if (C::kGroupsRows && a.bias_groups.pitch != 0)
+          hide_behind(prob, tile.seq_q - blocks.index() * kBlockQ - lane % 4 * 2);
       }
     }
     if constexpr (kSoftcap) {  // P as operand of dV; for dS it is multiplied by the slope
@@ -356,7 +369,7 @@ struct Consumer {
   __device__ __forceinline__ void share_ds(Iter iter) {
     // Addresses are recomputed: registers are scarcer than integer instructions.
     const uint32_t thread = opaque(threadIdx.x), matrix_row = thread % 8;
-    const uint32_t ds_store = address(shared.ds) + w * (kBlockQ * 128) +
+    const uint32_t ds_store = address(shared.ds) + w * C::kDsBoxBytes +
                               (matrix_row + thread % 32 / 16 * 8) * 128 +
                               ((thread / 32 % 4 * 2 + thread / 8 % 2) ^ matrix_row) * 16;
     poison_pieces(ds_store + iter % C::kDsStages * C::kDsBytes, kBlockQ / 16, 2048);
@@ -377,7 +390,7 @@ struct Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int n = 0; n < kBlockK / 16; ++n)
-      MmaDq::template ss<1>(dq, rows + (n / 4 * kBlockQ * 128 + n % 4 * 32) / 16,
+      MmaDq::template ss<1>(dq, rows + (n / 4 * C::kDsBoxBytes + n % 4 * 32) / 16,
                             k_columns + n * (2048 / 16), n > 0);
     ptx::wgmma_commit();
   }
@@ -493,7 +506,7 @@ __device__ __forceinline__ void write_gradients(BackwardStorage<C>& shared, cons
   if constexpr (C::kManyTiles) {
     // dV goes out through dS. dK goes there too if there is room, else through dQ once that has
     // been copied. (More than 196 KiB of shared memory cost 8%.)
-    const uint32_t staged_dv = address(shared.ds[0]) + w * (kBlockQ * 128);
+    const uint32_t staged_dv = address(shared.ds[0]) + w * C::kDsBoxBytes;
     const uint32_t staged_dk = C::kNarrow ? staged_dv + C::kDsBytes : address(shared.dq[0][w]);
     constexpr int kDkPitch = 64 * 128;
     stage_rows<Op>(dv, 1.f, staged_dv, C::kDsBytes);

@@ -6,7 +6,8 @@
 //         other), then for each the mask [64 rows][keys], swizzled by the bytes of a row:
 //         BiasMaskPlan.
 // Limits  Those of TMA: neighbouring keys are neighbours in memory, all other strides (0 too) are
-//         multiples of 16 bytes. Other calls are left to sm80 (core/bias_mask.cuh).
+//         multiples of 16 bytes; or the rows of a bias follow each other (row_groups.cuh). Other
+//         calls are left to sm80 (core/bias_mask.cuh).
 #pragma once
 #include <cstdint>
 
@@ -24,6 +25,11 @@ __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
   return row * kBytes + (chunk ^ (row * kBytes >> 7 & (kBytes / 16 - 1))) * 16;
 }
 
+// The place of row 8 block + row of a consumer's bias.
+__device__ __forceinline__ int place_of(const BiasMaskPlan& plan, int block, int row) {
+  return block * plan.block_places + row * plan.row_places;
+}
+
 // In all functions below, s are the scores of a block of kKeys keys, or of its first half; element
 // e of a lane is row 16 warp + lane / 4 + 8 ((e >> 1) & 1) and key 8 (e >> 2) + 2 (lane % 4) + (e &
 // 1).
@@ -32,18 +38,16 @@ __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
 template <int kKeys, int kCount>
 __device__ __forceinline__ void add_fp32(float (&s)[kCount], const BiasMaskPlan& plan, float inner,
                                          uint32_t bias) {
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  const int row = plan.bias_rows == 1 ? 0 : warp_row + lane / 4;  // row + 8 has the same swizzle
-  const int below = plan.bias_rows == 1 ? 0 : 1024;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int row = place_of(plan, warp * 2, lane / 4), below = row + plan.block_places;
 #pragma unroll
   for (int n = 0; n < kCount / 4; ++n) {  // 8 keys: a quarter of a box
     const int chunk = n % 4 * 2 + lane % 4 / 2;
-    const uint32_t address =
-        bias + n / 4 * plan.box_step + swizzled<128>(row, chunk) + lane % 2 * 8;
+    const uint32_t box = bias + n / 4 * plan.box_step + lane % 2 * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int e = n * 4 + half * 2;
-      const float2 pair = ptx::ld_shared_f2(address + half * below);
+      const float2 pair = ptx::ld_shared_f2(box + swizzled<128>(half == 0 ? row : below, chunk));
       s[e] = fmaf(s[e], inner, pair.x);
       s[e + 1] = fmaf(s[e + 1], inner, pair.y);
     }
@@ -54,8 +58,8 @@ __device__ __forceinline__ void add_fp32(float (&s)[kCount], const BiasMaskPlan&
 template <int kKeys, int kWords>
 __device__ __forceinline__ void fetch_16_bit(uint32_t (&words)[kWords], const BiasMaskPlan& plan,
                                              uint32_t bias) {
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  const int row = plan.bias_rows == 1 ? 0 : warp_row + lane % 16;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int row = place_of(plan, warp * 2 + lane / 8 % 2, lane % 8);
 #pragma unroll
   for (int n = 0; n < kWords / 2; n += 2) {  // 16 keys
     uint32_t four[4];                        // keys 0 .. 7 of rows g and g + 8, keys 8 .. 15

@@ -7,6 +7,7 @@
 #include "../../core/mask.cuh"
 #include "../../core/score_mod.cuh"
 #include "../../include/flashsci.h"
+#include "../row_groups.cuh"
 #include "../tma_box.cuh"
 #include "../tma_map.h"
 #include "scheduler.cuh"
@@ -95,11 +96,12 @@ struct SharedStorage : BiasMaskStorage<C> {
 // The layout of bias and mask of a block in their stage. All in bytes, multiples of 1024.
 struct BiasMaskPlan {
   int stages, stage_bytes;
-  int bias_rows, mask_rows;  // rows of a box: 64, or 1 if all rows are the same
-  int bias_step, mask_step;  // from one consumer to the next; 0 if all rows are the same
-  int box_step;              // from 32 keys of an fp32 bias to the next 32
-  int mask;                  // first byte of the mask
-  int loaded;                // bytes that arrive per stage
+  int bias_rows, mask_rows;      // rows of a box: 64, or 1 if all rows are the same
+  int bias_step, mask_step;      // from one consumer to the next; 0 if all rows are the same
+  int box_step;                  // from 32 keys of an fp32 bias to the next 32
+  int row_places, block_places;  // of the bias: from a row to the next, and to the 8th after it
+  int mask;                      // first byte of the mask
+  int loaded;                    // bytes that arrive per stage
 };
 
 // A role's position in the ring of bias and mask.
@@ -119,6 +121,7 @@ struct alignas(128) ForwardArgs {
   FlashsciForwardParams p;
   SchedulePlan schedule;
   BiasMaskPlan bias_mask;
+  RowGroups bias_groups, mask_groups;  // of rows that begin anywhere
   ScorePlan scores;
 };
 

@@ -53,29 +53,36 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   if constexpr (C::kHasBiasMask) {
     BiasMaskPlan& plan = a.bias_mask;
     plan = {};
+    a.bias_groups = a.mask_groups = {};
     const auto encode_bias_mask = [&](CUtensorMap* map, const void* base, const MapElement& element,
                                       const FlashsciScoreStrides& s, int box_keys, int* box_rows,
-                                      int* step) {
+                                      int* step, RowGroups& groups) {
       if (error != cudaSuccess || base == nullptr) return;
       *box_rows = s.row == 0 ? 1 : 64;
+      const MapDims dims = {{p.seq_q, p.heads_q, p.batch1, p.batch0},
+                            {s.row, s.head, s.batch1, s.batch0}};
+      error = s.column == 1 ? encode_map(map, base, element, p.seq_k, dims, box_keys, *box_rows)
+                            : cudaErrorNotSupported;
+      if (error == cudaErrorNotSupported && s.column == 1)
+        error = encode_row_groups(map, groups, base, element, p.seq_k, dims, box_keys, *box_rows);
+      const bool grouped = *box_rows != 1 && groups.pitch != 0;
+      const int places = grouped ? grouped_places(*box_rows) : *box_rows;
+      if (base == p.bias_mask.bias && *box_rows != 1)
+        plan.row_places = grouped ? places / 8 : 1, plan.block_places = grouped ? 1 : 8;
       const int boxes = C::kBlockK / box_keys;
-      const int box_bytes = std::max(1024, *box_rows * box_keys * element.bytes);
+      const int box_bytes = std::max(1024, places * box_keys * element.bytes);
       const int consumers = *box_rows == 1 ? 1 : C::kConsumers;
       *step = *box_rows == 1 ? 0 : boxes * box_bytes;
       if (element.bytes == 4) plan.box_step = box_bytes;
       plan.stage_bytes += consumers * boxes * box_bytes;
       plan.loaded += consumers * boxes * (*box_rows * box_keys * element.bytes);
-      const MapDims dims = {{p.seq_q, p.heads_q, p.batch1, p.batch0},
-                            {s.row, s.head, s.batch1, s.batch0}};
-      error = s.column == 1 ? encode_map(map, base, element, p.seq_k, dims, box_keys, *box_rows)
-                            : cudaErrorNotSupported;
     };
     const bool fp32 = p.bias_mask.bias_is_fp32;
     encode_bias_mask(&a.bias, p.bias_mask.bias, fp32 ? kFloat32 : k16Bit, p.bias_mask.bias_strides,
-                     bias_box_keys<C>(fp32), &plan.bias_rows, &plan.bias_step);
+                     bias_box_keys<C>(fp32), &plan.bias_rows, &plan.bias_step, a.bias_groups);
     plan.mask = plan.stage_bytes;
     encode_bias_mask(&a.mask, p.bias_mask.mask, kByte, p.bias_mask.mask_strides, C::kBlockK,
-                     &plan.mask_rows, &plan.mask_step);
+                     &plan.mask_rows, &plan.mask_step, a.mask_groups);
     plan.stages = std::min(kBiasMaskStages, C::kBiasMaskBytes / std::max(plan.stage_bytes, 1));
   }
   if (error != cudaSuccess) return error;

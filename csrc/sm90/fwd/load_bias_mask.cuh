@@ -26,16 +26,29 @@ __device__ __forceinline__ void load_bias_mask(SharedStorage<C>& shared, const F
   const uint32_t target = ptx::shared_address(shared.bias_mask) + ring.stage * plan.stage_bytes;
   if (bias_mask.bias != nullptr) {
     const int box_keys = bias_box_keys<C>(bias_mask.bias_is_fp32);
+    const RowGroups& groups = a.bias_groups;
+    const int first = groups.row_of(at, at.head);
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w) {
       if (w > 0 && plan.bias_step == 0) break;
 #pragma unroll 1
-      for (int i = 0; i < C::kBlockK / box_keys; ++i)
-        ptx::tma_load_5d(target + w * plan.bias_step + i * plan.box_step, &a.bias, full,
-                         key + i * box_keys, row + w * 64, at.head, at.batch1, at.batch0);
+      for (int i = 0; i < C::kBlockK / box_keys; ++i) {
+        const uint32_t box = target + w * plan.bias_step + i * plan.box_step;
+        const int box_key = key + i * box_keys;
+        if (groups.pitch == 0)
+          ptx::tma_load_5d(box, &a.bias, full, box_key, row + w * 64, at.head, at.batch1,
+                           at.batch0);
+        else if (plan.bias_rows == 1)
+          load_shared_row(box, &a.bias, full, groups, box_key, first);
+        else
+          load_row_groups<64>(box, &a.bias, full, groups, box_key, first + row + w * 64);
+      }
     }
   }
-  if (bias_mask.mask != nullptr) {
+  if (bias_mask.mask != nullptr && a.mask_groups.pitch != 0) {
+    const int first = a.mask_groups.row_of(at, at.head);
+    load_shared_row(target + plan.mask, &a.mask, full, a.mask_groups, key, first);
+  } else if (bias_mask.mask != nullptr) {
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w) {
       if (w > 0 && plan.mask_step == 0) break;

@@ -18,8 +18,19 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flashsci.backends.cuda import library, rehearsal
-from flashsci.call.ops import NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
+from flashsci.call.ops import (
+    NEED_K,
+    NEED_Q,
+    NEED_V,
+    Saved,
+    Scalars,
+    Tensors,
+    empty_with_inner_keys,
+    fake_forward,
+    may_pitch_bias_gradient,
+)
 from flashsci.call.problem import Problem
+from flashsci.call.row_pitch import ragged_bias
 from flashsci.call.torch_state import modes, tracer_paused
 
 
@@ -179,8 +190,37 @@ def hopper_takes(saved: Saved, need: int, device: torch.device | None = None) ->
     given = saved.tensors
     if given.bias is None and given.mask is None and given.key_weight is None:
         return True
+    if given.bias is not None and ragged_bias(given):  # as a copy: both have a gradient in whole rows
+        saved = saved._replace(tensors=given._replace(bias=_whole_rows(given.bias)))
     kernels = backward(saved, need, device=device)
     return kernels is not None and all(x.startswith(("sm90/", "sm80/small/")) for x in kernels[:1])
+
+
+def reads_ragged_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:
+    """Whether Hopper's kernels read a bias whose rows begin anywhere (``row_pitch.ragged_bias``) where it is: those that would
+    read a copy, in both passes if ``needs_grad``."""
+    q, k, bias = tensors.q, tensors.k, tensors.bias
+    if bias is None or library.load() is not None:
+        return False
+    if needs_grad and bias.requires_grad and not may_pitch_bias_gradient(bias, q, k, scalars.windowed()):
+        return False
+    copied = tensors._replace(bias=_whole_rows(bias))
+    kernels = forward(tensors, scalars, generation)
+    if kernels is None or not all(x.startswith("sm90/fwd/") for x in kernels):
+        return False
+    if kernels != forward(copied, scalars, generation):
+        return False
+    if not needs_grad:
+        return True
+    results, need = fake_forward(tensors), NEED_Q | NEED_K | NEED_V
+    given, other = (backward(Saved(x, *results, scalars), need, generation) for x in (tensors, copied))
+    return given is not None and given == other and all(x.startswith("sm90/bwd/") for x in given)
+
+
+def _whole_rows(bias: Tensor) -> Tensor:
+    """A bias without memory, with rows of whole 16 bytes."""
+    with unobserved():
+        return empty_with_inner_keys(Described.of(bias).tensor())
 
 
 def takes_weights(tensors: Tensors, scalars: Scalars) -> bool:

@@ -29,8 +29,10 @@ from flashsci.call.ops import (
     empty_like_layout,
     fake_forward,
     is_like,
+    may_pitch_bias_gradient,
     pitches_bias_gradient,
 )
+from flashsci.call.row_pitch import ragged_bias
 
 _INPUTS = ("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
 # The arguments of the functions: addresses, None for absent tensors.
@@ -226,7 +228,10 @@ class PreparedBackward:
         ]
         bias, dbias = bias_or_weights(saved.tensors), None
         if bias is not None and bias_or_weights_needed(need) & NEED_BIAS:
-            pitched = pitches_bias_gradient(bias, q, k, saved.scalars.windowed())
+            windowed = saved.scalars.windowed()
+            pitched = pitches_bias_gradient(bias, q, k, windowed)
+            if not pitched and ragged_bias(saved.tensors):  # that `decisions.reads_ragged_bias` left as it is
+                pitched = may_pitch_bias_gradient(bias, q, k, windowed)
             dbias = torch.empty_like(bias) if by_pairs else empty_bias_gradient(bias, pitched)
         # Weights have one dim less than a bias in their place.
         self.like_bias = bias is not None and weights is None and is_like(dbias, bias)

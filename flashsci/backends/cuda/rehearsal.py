@@ -59,7 +59,7 @@ def forward_kernels(tensors: Tensors, scalars: Scalars, device: DescribedDevice,
     weighted = tensors.key_weight is not None
     return _asked(
         "cuda_forward_kernels", *inputs, *options, generation, weighted, *device,
-        *layouts.last_options(tensors, scalars.dropout_p),
+        *layouts.last_options(tensors, scalars),
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def backward_kernels(
     return _asked(
         "cuda_backward_kernels", dout, dlse, *layouts.inputs(tensors), saved.out, saved.lse, *layouts.options(scalars), scalars.deterministic,
         generation, layouts.bias_or_weights_needed(need), weighted, *device,
-        *layouts.last_options(tensors, scalars.dropout_p),
+        *layouts.last_options(tensors, scalars),
     )  # fmt: skip
 
 
@@ -90,9 +90,9 @@ def paged_kernels(
 
 def fp8_kernels(tensors: FP8Tensors, scalars: FP8Scalars, device: DescribedDevice) -> Kernels | None:
     """The kernels of a call on 8-bit floats; as :func:`forward_kernels`."""
-    *options, out_dtype, _ = scalars
+    *options, out_dtype, _, fast = scalars
     is_fp16 = out_dtype == torch.float16
-    return _asked("cuda_fp8_forward_kernels", *tensors, *options, is_fp16, *device)
+    return _asked("cuda_fp8_forward_kernels", *tensors, *options, is_fp16, fast, *device)
 
 
 def folders(kernels: Kernels) -> Kernels:

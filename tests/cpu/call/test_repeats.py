@@ -579,7 +579,7 @@ def test_nobody_can_tell_a_repeat(formulas, kinds, order):
 OTHER_VALUES = dict(
     bias=torch.zeros(1, 1, 6, 6), key_weight=torch.ones(6), mask=torch.ones(6, 6, dtype=torch.bool), alibi_slopes=torch.ones(4),
     sink=torch.zeros(4), pair_gate=torch.ones(6, 6), causal=True, window=(2, None), align="lower_right", scale=0.5, softcap=2.0, dropout_p=0.25,
-    dropout_seed=torch.zeros(2, dtype=torch.int64), return_lse=True, deterministic=True, precision="ieee", softcap_at="biased", q_scale=torch.ones(()),
+    dropout_seed=torch.zeros(2, dtype=torch.int64), return_lse=True, deterministic=True, precision="ieee", softcap_at="biased", q_scale=torch.ones(()), fp8_accumulate="fast",
     k_scale=torch.ones(()), v_scale=torch.ones(()), out_dtype=torch.float16, backend="reference", validate=True,
     cu_seqlens_k=torch.tensor([0, 2, 6], dtype=torch.int32), max_seqlen_q=4, max_seqlen_k=4,
 )  # fmt: skip

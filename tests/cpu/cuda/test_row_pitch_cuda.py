@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashsci.backends.cuda import naming, rehearsal
+from flashsci.backends.cuda import decisions, naming, rehearsal
 from flashsci.backends.cuda.library import library_path
 from flashsci.call import ops, row_pitch
 from flashsci.call.ops import Saved, Scalars, Tensors, fake_forward
@@ -53,10 +53,39 @@ def test_a_mask_of_any_length_has_the_kernels_of_the_next_multiple(shape):
         assert found.kernel.startswith("sm90/")
 
 
-def test_without_the_copy_older_kernels_compute_it():
-    tensors = made("for every pair", 1023, 64)
-    kernels = rehearsal.forward_kernels(tensors, PLAIN, rehearsal.H100)
-    assert kernels and kernels[0].startswith("sm80/")
+@pytest.mark.parametrize("dim", (64, 96, 128))
+@pytest.mark.parametrize("length", (383, 511, 1023, 1025))
+def test_hopper_reads_rows_of_a_bias_that_begin_anywhere(length, dim):
+    """Both passes, by the kernels that read a copy."""
+    tensors = made("for every pair", length, dim)
+    copied = row_pitch.whole_rows(tensors)
+    assert rehearsal.forward_kernels(tensors, PLAIN, rehearsal.H100) == rehearsal.forward_kernels(
+        copied, PLAIN, rehearsal.H100
+    )
+    found, expected = (
+        rehearsal.backward_kernels(x.q, None, Saved(x, *fake_forward(x), PLAIN), ROWS, rehearsal.H100)
+        for x in (tensors, copied)
+    )
+    assert found == expected and found[0].startswith("sm90/")
+    assert decisions.reads_ragged_bias(tensors, PLAIN, True)
+
+
+def test_calls_whose_bias_is_copied():
+    def left(tensors, scalars=PLAIN, needs_grad=True):
+        return decisions.reads_ragged_bias(tensors, scalars, needs_grad)
+
+    own = made("for every pair", 1023, 64)
+    assert left(own) and left(own, needs_grad=False)
+    causal = PLAIN._replace(window_right=0)
+    assert left(own, causal), "no gradient of the bias is wanted"
+    learnt = own._replace(bias=own.bias.clone().requires_grad_())
+    assert left(learnt) and not left(learnt, causal), "a window clears dense memory"
+    assert not left(made("shared by the batch", 1023, 32), needs_grad=False), "triangle attention reads a copy"
+    assert not left(own._replace(bias=own.bias.float())), "the backward has whole rows in fp32"
+    assert left(own._replace(bias=own.bias.float()), needs_grad=False)
+    assert not left(made("for every pair", 1023, 256), needs_grad=False), "rows of a tile are of 64 bytes"
+    apart = empty(16, 8, 1023 * 1023 + 3).narrow(-1, 0, 1023 * 1023).unflatten(-1, (1023, 1023))
+    assert not left(own._replace(bias=apart)), "heads are not whole rows apart"
 
 
 def test_calls_that_are_left_as_they_are():

@@ -92,6 +92,8 @@ KINDS = {
     "pairs hidden": dict(mask_shape=(70, 150)),
     "bias of every score": dict(bias_shape=(2, 2, 70, 150)),
     "shared bias": dict(bias_shape=(70, 150)),
+    "softcap of a bias of every score": dict(bias_shape=(2, 2, 70, 150), softcap=3.0),
+    "softcap of a shared bias": dict(bias_shape=(70, 150), softcap=0.5, bias_holes=True),
     "bias of keys": dict(bias_shape=(2, 1, 1, 150), mask_shape=(2, 1, 1, 150), mask_kind="keys"),
 }
 
@@ -105,6 +107,7 @@ def test_every_tile(library, dims, kind):
     variant = Variant(
         ("bfloat16", "float16")[dims[0] % 64 != 0], *dims, dropout=True, lse_grad=True, window="window" in given or "causal" in given,
         softcap="softcap" in given, mask="mask_shape" in given, bias="pair" if biased else None, bias_grad=biased,
+        caps_bias=biased and "softcap" in given,
     )  # fmt: skip
     case = Case(variant, sum(dims) // 32, lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=150, dropout_p=0.25, **given)
     for deterministic in (False, True):
@@ -198,11 +201,14 @@ def test_generated_calls(library, part):
 
 
 FAULTS = {
-    "the word of another key": ("../core/dropout.cuh", "kept >> i & 1)) p[b", "kept >> (i ^ 1) & 1)) p[b"),
-    "the row of the other lane": ("../core/dropout.cuh", "(odd ? other : own) >> 2", "own >> 2"),
-    "a round less": ("../core/dropout.cuh", "round < 10", "round < 9"),
-    "the query of another column": ("../core/dropout.cuh", "query + c / 2 * 8 + c % 2", "query + c"),
-    "a kept gradient of what is dropped": ("../sm80/bwd/bias_mask.cuh", "if (!stays<kM>(kept, i / 4, n, i % 4)) dp[i", "if (false) dp[i"),
+    "the word of another key": ("../core/dropout.cuh", "kept >> bit_of_element(b, i % 4) & 1)) p[b", "kept >> bit_of_element(b, i % 4 ^ 1) & 1)) p[b"),
+    "the row of the other lane": ("../core/dropout.cuh", "lane & 1 ? 0x3715 : 0x6240", "lane & 1 ? 0x6240 : 0x3715"),
+    "blocks in another order": ("../core/dropout.cuh", "lane & 2 ? 0x3276 : 0x5410", "lane & 2 ? 0x7632 : 0x1054"),
+    "a round less": ("../core/dropout.cuh", "round < 7", "round < 6"),
+    "the number of the other half": ("../core/dropout.cuh", "x[d] << 16 >= threshold", "x[d] >= threshold"),
+    "the query of another column": ("../core/dropout.cuh", "query + n * 8 + odd", "query + 2 * n + odd"),
+    "keys of the other lane": ("../core/dropout.cuh", "odd ? 0x3276 : 0x5410", "odd ? 0x5410 : 0x3276"),
+    "a kept gradient of what is dropped": ("../sm80/bwd/bias_mask.cuh", "if (!stays(kept, i / 4, n, i % 4)) dp[i", "if (false) dp[i"),
     "delta of another scale": ("../sm80/bwd/preprocess.cuh", "(1.f / ... / dropout.keep_scale)", "(2.f / ... / dropout.keep_scale)"),
     "entries of the first head": ("../sm80/bwd/bias_mask_kernel.cuh", "stream + member", "stream"),
 }  # fmt: skip

@@ -88,6 +88,7 @@ T load_shared(uint32_t address) {
   return value;
 }
 inline uint32_t ld_shared(uint32_t address) { return load_shared<uint32_t>(address); }
+inline uint32_t ld_shared_u8(uint32_t address) { return load_shared<uint8_t>(address); }
 inline uint64_t ld_shared_u64(uint32_t address) { return load_shared<uint64_t>(address); }
 inline float2 ld_shared_f2(uint32_t address) { return load_shared<float2>(address); }
 inline uint4 ld_shared_v4(uint32_t address) { return load_shared<uint4>(address); }

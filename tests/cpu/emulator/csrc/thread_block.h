@@ -293,6 +293,7 @@ inline bool __syncthreads_or(bool x) {
   __syncthreads();
   return any;
 }
+inline bool __syncthreads_and(bool x) { return !__syncthreads_or(!x); }
 template <class T>
 T __shfl_sync(uint32_t, T x, int from) {
   return emulation::exchange(x)[from % 32];
