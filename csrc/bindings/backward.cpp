@@ -111,11 +111,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     const std::optional<Tensor>& cu_seqlens_k, const Tensor& out, const Tensor& lse,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
-    int64_t need, bool weighted, bool slopes, const std::optional<Tensor>& dropout_seed,
-    double dropout_p) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale,         softcap,  window_left,
-                        window_right, lower_right,  tf32,          weighted, slopes,
-                        generation,   false,        &dropout_seed, dropout_p};
+    int64_t need, bool weighted, bool slopes, bool caps_bias,
+    const std::optional<Tensor>& dropout_seed, double dropout_p) {
+  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,       window_left,
+                        window_right, lower_right,  tf32,  weighted,      slopes,
+                        caps_bias,    generation,   false, &dropout_seed, dropout_p};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;
@@ -183,12 +183,12 @@ std::string cuda_backward_kernels(
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
     int64_t need, bool weighted, int64_t capability, int64_t processors, int64_t shared_per_sm,
-    int64_t shared_per_block, bool slopes, const std::optional<Tensor>& dropout_seed,
-    double dropout_p) {
+    int64_t shared_per_block, bool slopes, bool caps_bias,
+    const std::optional<Tensor>& dropout_seed, double dropout_p) {
   return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
     cuda_backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, out, lse,
                   max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
-                  lower_right, tf32, deterministic, generation, need, weighted, slopes,
+                  lower_right, tf32, deterministic, generation, need, weighted, slopes, caps_bias,
                   dropout_seed, dropout_p);
   });
 }
@@ -235,9 +235,9 @@ Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::opti
                               int64_t max_seqlen_k, double scale, double softcap,
                               int64_t window_left, int64_t window_right, bool lower_right,
                               bool tf32, bool deterministic, int64_t generation, bool weighted,
-                              bool slopes) {
+                              bool slopes, bool caps_bias) {
   const Options options{max_seqlen_q, max_seqlen_k, scale,    softcap, window_left, window_right,
-                        lower_right,  tf32,         weighted, slopes,  generation};
+                        lower_right,  tf32,         weighted, slopes,  caps_bias,   generation};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;

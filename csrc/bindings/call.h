@@ -18,8 +18,9 @@ struct Options {
   double scale, softcap;
   int64_t window_left, window_right;
   bool lower_right, tf32;
-  bool weighted;  // `bias` holds weights of keys, [*, Hk or 1, 1, Sk]
-  bool slopes;    // it holds slopes of ALiBi, [*, Hq or 1, 1, 1]; packed [N or 1, Hq or 1, 1, 1]
+  bool weighted;   // `bias` holds weights of keys, [*, Hk or 1, 1, Sk]
+  bool slopes;     // it holds slopes of ALiBi, [*, Hq or 1, 1, 1]; packed [N or 1, Hq or 1, 1, 1]
+  bool caps_bias;  // the softcap bounds scores with their bias or ALiBi
   int64_t generation;  // 0 = by device; 75, 80, 90 = only the kernels of that generation
   bool fp8 = false;    // q, k, v are float8_e4m3fn
   const std::optional<Tensor>* dropout_seed = nullptr;  // int64 [2]
@@ -67,6 +68,8 @@ struct Call {
       FlashsciScoreStrides& strides = p.bias_mask.bias_strides = View(*bias).pair_strides();
       if (options.slopes && cu_seqlens_q.has_value())
         strides.batch0 = strides.batch1, strides.batch1 = 0;
+      p.bias_mask.capped =
+          options.caps_bias && !options.weighted && static_cast<float>(options.softcap) != 0.f;
       p.bias_mask.bias_is_fp32 = options.weighted ? FLASHSCI_KEY_WEIGHTS
                                  : options.slopes ? FLASHSCI_ALIBI_SLOPES
                                                   : dtype_of(*bias) == dtypes().single;
@@ -166,6 +169,7 @@ struct Prepared {
         continue;
       if (params.bias_mask.bias_is_fp32 == FLASHSCI_ALIBI_SLOPES && !kernels->takes_slopes)
         continue;
+      if (params.bias_mask.capped && unit != 80) continue;
       // Hopper's instructions have no successor. The PTX of the others runs on everything newer;
       // Turing's only on request.
       if (unit == 90 ? capability / 10 != 9 : capability < unit) continue;

@@ -85,8 +85,9 @@ std::tuple<Tensor, Tensor> cuda_fp8_forward(
     const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool out_is_fp16) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
-                        lower_right,  false,        false, false,   90,          true};
+  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap, window_left,
+                        window_right, lower_right,  false, false,   false,
+                        false,        90,           true};
   const std::optional<Tensor> none;
   const Call call(q, k, v, none, none, cu_seqlens_q, cu_seqlens_k, options);
   const int rank = static_cast<int>(q.dim());

@@ -25,21 +25,20 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, " \
   "SymInt window_right, bool lower_right, bool tf32, "
   // weighted: `bias` holds weights of keys instead of biases, and `dbias` is their gradient. slopes:
-  // it holds slopes of ALiBi.
-#define DROPOUT ", Tensor? dropout_seed=None, float dropout_p=0.0"
-  m.def("cuda_forward(" TENSORS SCALARS
-        "int generation, bool weighted=False, bool slopes=False" DROPOUT
+  // it holds slopes of ALiBi. caps_bias: the softcap bounds scores with either.
+#define KINDS_OF_BIAS "bool slopes=False, bool caps_bias=False"
+#define FEATURES KINDS_OF_BIAS ", Tensor? dropout_seed=None, float dropout_p=0.0"
+  m.def("cuda_forward(" TENSORS SCALARS "int generation, bool weighted=False, " FEATURES
         ") -> (Tensor out, Tensor lse)");
-  m.def(
-      "cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
-      "bool deterministic, int generation, int need, bool weighted=False, bool slopes=False" DROPOUT
-      ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+  m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS
+        "bool deterministic, int generation, int need, bool weighted=False, " FEATURES
+        ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
   // The kernels that these ops would launch on a device of a compute capability (90 for 9.0), as
   // lines of "sm90/fwd/forward_kernel". Tensors may be on any device, also on "meta": nothing is
   // launched or written.
 #define DESCRIBED "int capability, int processors, int shared_per_sm, int shared_per_block"
 #define DEVICE DESCRIBED ") -> str"
-#define DEVICE_AND_OPTIONS DESCRIBED ", bool slopes=False" DROPOUT ") -> str"
+#define DEVICE_AND_OPTIONS DESCRIBED ", " FEATURES ") -> str"
   m.def("cuda_forward_kernels(" TENSORS SCALARS
         "int generation, bool weighted, " DEVICE_AND_OPTIONS);
   m.def("cuda_backward_kernels(Tensor? dout, Tensor? dlse, " TENSORS
@@ -49,10 +48,10 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   // flashsci_run_forward and flashsci_run_backward, which bypass torch; out, lse and gradients have
   // the layout of those calls.
   m.def("cuda_prepared_forward(" TENSORS "Tensor out, " SCALARS
-        "int generation, bool weighted=False, bool slopes=False) -> Tensor");
+        "int generation, bool weighted=False, " KINDS_OF_BIAS ") -> Tensor");
   m.def("cuda_prepared_backward(Tensor? dout, Tensor? dlse, " TENSORS
         "Tensor out, Tensor lse, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dbias, " SCALARS
-        "bool deterministic, int generation, bool weighted=False, bool slopes=False) -> Tensor");
+        "bool deterministic, int generation, bool weighted=False, " KINDS_OF_BIAS ") -> Tensor");
 #define FP8                                                                                     \
   "Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, Tensor? "   \
   "cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, " \

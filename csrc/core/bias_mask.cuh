@@ -86,42 +86,60 @@ struct BiasMaskMatrix {
   }
 };
 
-// s += factor * bias; s = -inf where the mask hides. row: this lane's first row; column: that of
-// its first score (even). factor > 0 turns units of the natural exponent into those of s. Scores
-// outside the tensor keep their value or get some other bias: the window hides them. kTransposed:
-// the rows of the fragments are keys (row < seq_k) and their columns queries.
+// Calls each(m, half, n, e, value) for the elements of `data` beside the scores of a lane. row: this
+// lane's first row; column: that of its first score (even). kTransposed: the rows of the fragments
+// are keys (row < seq_k) and their columns queries.
+template <bool kTransposed, int kM, int kN, class Value, class Pair, class Each>
+__device__ __forceinline__ void visit_pairs(const void* data, const FlashsciScoreStrides& strides,
+                                            int row, int column, int seq_q, int seq_k,
+                                            Each&& each) {
+  const int rows = kTransposed ? seq_k : seq_q, columns = kTransposed ? seq_q : seq_k;
+  BiasMaskMatrix<Value, Pair>{static_cast<const Value*>(data),
+                              kTransposed ? strides.column : strides.row,
+                              kTransposed ? strides.row : strides.column, rows, columns}
+      .template visit<kM, kN>(row, column, each);
+}
+
+// s += factor * bias. factor > 0 turns units of the natural exponent into those of s. Scores outside
+// the tensor keep their value or get some other bias: the window hides them.
+template <class Op, bool kTransposed = false, int kM, int kN>
+__device__ __forceinline__ void apply_bias(float (&s)[kM][kN][4], const BiasMaskView& view, int row,
+                                           int column, int seq_q, int seq_k, float factor) {
+  if (view.bias == nullptr) return;
+  const FlashsciScoreStrides& strides = view.bias_mask.bias_strides;
+  const auto add = [&](int m, int half, int n, int e, float bias) {
+    s[m][n][half * 2 + e] = fmaf(bias, factor, s[m][n][half * 2 + e]);
+  };
+  if (sizeof(typename Op::Storage) == 4 || view.bias_mask.bias_is_fp32) {
+    visit_pairs<kTransposed, kM, kN, float, float2>(view.bias, strides, row, column, seq_q, seq_k,
+                                                    add);
+  } else if constexpr (sizeof(typename Op::Storage) == 2) {
+    const auto convert = [&](int m, int half, int n, int e, uint16_t bias) {
+      add(m, half, n, e, Op::to_float(bias));
+    };
+    visit_pairs<kTransposed, kM, kN, uint16_t, ushort2>(view.bias, strides, row, column, seq_q,
+                                                        seq_k, convert);
+  }
+}
+
+// s = -inf where the mask hides.
+template <bool kTransposed = false, int kM, int kN>
+__device__ __forceinline__ void apply_mask(float (&s)[kM][kN][4], const BiasMaskView& view, int row,
+                                           int column, int seq_q, int seq_k) {
+  if (view.mask == nullptr) return;
+  visit_pairs<kTransposed, kM, kN, uint8_t, uchar2>(
+      view.mask, view.bias_mask.mask_strides, row, column, seq_q, seq_k,
+      [&](int m, int half, int n, int e, uint8_t shown) {
+        if (shown == 0) s[m][n][half * 2 + e] = -INFINITY;
+      });
+}
+
 template <class Op, bool kTransposed = false, int kM, int kN>
 __device__ __forceinline__ void apply_bias_mask(float (&s)[kM][kN][4], const BiasMaskView& view,
                                                 int row, int column, int seq_q, int seq_k,
                                                 float factor) {
-  const int rows = kTransposed ? seq_k : seq_q, columns = kTransposed ? seq_q : seq_k;
-  const auto visit = [&](auto value, auto pair, const void* data,
-                         const FlashsciScoreStrides& strides, auto&& each) {
-    using Value = decltype(value);
-    BiasMaskMatrix<Value, decltype(pair)>{static_cast<const Value*>(data),
-                                          kTransposed ? strides.column : strides.row,
-                                          kTransposed ? strides.row : strides.column, rows, columns}
-        .template visit<kM, kN>(row, column, each);
-  };
-  if (view.bias != nullptr) {
-    const FlashsciScoreStrides& strides = view.bias_mask.bias_strides;
-    if (sizeof(typename Op::Storage) == 4 || view.bias_mask.bias_is_fp32) {
-      visit(float{}, float2{}, view.bias, strides, [&](int m, int half, int n, int e, float bias) {
-        s[m][n][half * 2 + e] = fmaf(bias, factor, s[m][n][half * 2 + e]);
-      });
-    } else if constexpr (sizeof(typename Op::Storage) == 2) {
-      visit(uint16_t{}, ushort2{}, view.bias, strides,
-            [&](int m, int half, int n, int e, uint16_t bias) {
-              s[m][n][half * 2 + e] = fmaf(Op::to_float(bias), factor, s[m][n][half * 2 + e]);
-            });
-    }
-  }
-  if (view.mask != nullptr) {
-    visit(uint8_t{}, uchar2{}, view.mask, view.bias_mask.mask_strides,
-          [&](int m, int half, int n, int e, uint8_t shown) {
-            if (shown == 0) s[m][n][half * 2 + e] = -INFINITY;
-          });
-  }
+  apply_bias<Op, kTransposed>(s, view, row, column, seq_q, seq_k, factor);
+  apply_mask<kTransposed>(s, view, row, column, seq_q, seq_k);
 }
 
 }  // namespace flashsci

@@ -25,6 +25,12 @@ inline ScorePlan plan_scores(float scale, float softcap, bool folds) {
   return plan;
 }
 
+// The constants of a call. A softcap that bounds the bias, too, takes scores in natural units.
+template <class Params>
+inline ScorePlan plan_scores_of(const Params& p, bool folds) {
+  return plan_scores(p.bias_mask.capped ? 1.f : p.scale, p.softcap, folds);
+}
+
 // From the units of s to natural log.
 inline float lse_scale_of(const ScorePlan& plan, float scale) {
   return plan.mode == kScaled ? scale : 1.f;
@@ -63,18 +69,25 @@ __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ScoreP
   }
 }
 
+template <int kM, int kN>
+__device__ __forceinline__ void scale(float (&s)[kM][kN][4], float factor) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) s[i / (4 * kN)][i / 4 % kN][i % 4] *= factor;
+}
+
 // For the backward: the argument of the exponential, from q.k; dP - delta is multiplied by the
-// slope of a softcap.
+// slope of a softcap. hides: scores of -inf, from a bias that the softcap bounds, stay.
 template <int kM, int kN>
 __device__ __forceinline__ void modify_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
-                                              const ScorePlan& plan, bool slopes = true) {
+                                              const ScorePlan& plan, bool slopes = true,
+                                              bool hides = false) {
   if (plan.mode == kSoftcap) {
 #pragma unroll
     for (int i = 0; i < kM * kN * 4; ++i) {
       float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
       float slope;
       const float t = tanh_accurate(plan.inner * x, slope);
-      x = plan.outer * t;
+      x = hides && x == -INFINITY ? x : plan.outer * t;
       if (slopes) dp[i / (4 * kN)][i / 4 % kN][i % 4] *= slope;
     }
   } else if (plan.mode == kLinear) {

@@ -28,14 +28,15 @@ typedef struct FlashsciScoreStrides {
   int64_t batch0, batch1, head, row, column;
 } FlashsciScoreStrides;
 
-// The two terms of each pair of a query and a key: an addend of its score (after softcap, in units
-// of the natural exponent; -inf hides the key), and a flag that says whether the query attends to
-// the key.
+// The two terms of each pair of a query and a key: an addend of its score (after softcap, unless
+// `capped`, in units of the natural exponent; -inf hides the key), and a flag that says whether the
+// query attends to the key.
 typedef struct FlashsciBiasMask {
   const void* bias;     // [B0, B1, Hq, Sq, Sk] by bias_strides, fp32 or q's dtype; or NULL
   const uint8_t* mask;  // [B0, B1, Hq, Sq, Sk] by mask_strides, 0 = hidden; or NULL
   FlashsciScoreStrides bias_strides, mask_strides;
   int32_t bias_is_fp32;
+  int32_t capped;  // there are a bias and a softcap, which bounds the sum: kernels of sm80 only
 } FlashsciBiasMask;
 
 // The accuracy of fp32 products: that of fp32 (three products of halves of the operands) or of TF32

@@ -126,10 +126,10 @@ def _probabilities(scores: Tensor, tensors: MapTensors) -> tuple[Tensor, Tensor]
         weights = reference._weights(tensors.key_weight, scores.shape[-3] if scores.dim() > 2 else 1, scores.dtype)
         most = (-weights.detach().log()).clamp(max=math.log(torch.finfo(scores.dtype).max) - 8)
     # P is at most 1; scores of -1e9 leave an lse rounded to multiples of 64.
-    exponent = exponent - (exponent.detach() - most).clamp(min=0)
+    exponent = reference.at_most(exponent, most)
     p = torch.exp(exponent)
     if weights is not None:
-        p = weights * p
+        p = reference.at_most(weights * p, 1.0)
     p = p.masked_fill(empty, 0)
     nothing = p.detach() == 0
     logarithm = exponent if weights is None else exponent + torch.where(weights == 0, 1.0, weights).log()

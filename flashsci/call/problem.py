@@ -117,15 +117,16 @@ class Problem:
 
     @property
     def few_scores(self) -> bool:
-        """Whether the scores of a dense call are at most half as many numbers as the rows of q, k, v and out.
+        """Whether a dense call has up to 1,024 keys, and the scores of one key head are up to 2^24, or half as many numbers as the
+        rows of q, k, v and out.
 
-        Triton's kernels for wide heads require this, because they hold the scores in memory. False where sizes are
-        not known.
+        Triton's kernels for wide heads require this, because they hold scores in memory. False where sizes are not known.
         """
-        if self.varlen or self.seq_q is None or self.seq_k is None:
+        if self.varlen or self.seq_q is None or self.seq_k is None or self.seq_k > 1024:
             return False
-        width = self.head_dim + self.head_dim_v
-        return 2 * self.seq_q * self.seq_k <= (self.seq_q + self.seq_k) * width
+        width, group = self.head_dim + self.head_dim_v, self.heads_q // max(1, self.heads_k)
+        few = 2 * self.seq_q * self.seq_k <= (self.seq_q + self.seq_k) * width
+        return few or group * self.seq_q * self.seq_k <= 1 << 24
 
     def visible_pairs(self) -> int:
         """Query-key pairs of one head that causal and window leave, summed over the batch (dense calls)."""

@@ -47,8 +47,8 @@ PlannedCases = tuple[
 WHOLE = {"float16": (16, 32, 64), "bfloat16": (16, 32, 64), "float32": (16, 32)}
 # Heads wider than those of `variants`; in fp32 their scores are held in memory if they are few.
 WIDE = ((320, 64), (129, 128), (512, 512), (257, 40), (264, 320))
-# The families of wide heads whose scores are more numbers than half of their rows.
-MANY_SCORES = (6, 8)
+MANY_KEYS = (1025, 1288)  # more than the rows of scores that one program holds
+OF_MANY_KEYS = (6, 8)  # the families of wide heads that have them
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -71,7 +71,7 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
         only = None if weighting else DTYPE_OF.get(unit.rsplit("_")[-1])
         # Without features that these kernels refuse: a case that no backend serves shows nothing.
         served = [
-            replace(v, caps_bias=False, gate=None, dropout=dropping)
+            replace(v, caps_bias=v.caps_bias and slopes, gate=None, dropout=dropping)
             for v in variants(1024 if many else 512) + variants(features=False)
             if not ((v.dropout and not dropping) or (v.varlen and v.bias))
             and not (v.alibi and (v.bias or not slopes or (v.varlen and dropping)))
@@ -208,7 +208,8 @@ def wide_cases(count: int, seed: int, device: str) -> list[Case]:
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
     long = LARGE_LENGTHS[:2]
     families = [
-        draw_case(choices, [v], long if i in MANY_SCORES else (*BULK_LENGTHS, 40, *long)) for i, v in enumerate(pool)
+        draw_case(choices, [v], MANY_KEYS if i in OF_MANY_KEYS else (*BULK_LENGTHS, 40, *long))
+        for i, v in enumerate(pool)
     ]
     return [resized(choices, families[i % len(families)], 1 << 18) for i in range(count)]
 

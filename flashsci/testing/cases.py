@@ -176,6 +176,8 @@ ALL_LENGTHS = (
     264,
     320,
     384,
+    1100,
+    1288,
 )
 # `_Maker.magnitude` in inputs.py defines them.
 MAGNITUDES = (

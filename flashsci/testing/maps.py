@@ -117,6 +117,11 @@ class Top(NamedTuple):
         exact, low, high = (torch.nn.functional.pad(x, beyond).topk(count, -1).values for x in every)
         return cls(exact, low, high, p, moved)
 
+    @property
+    def spread(self) -> Tensor:
+        """The distance of the limits from the exact values."""
+        return torch.maximum(self.high - self.exact, self.exact - self.low)
+
     def problem(self, keys: Tensor) -> str | None:
         """The fault of the keys that a call names."""
         there = min(keys.shape[-1], self.p.shape[-1])
@@ -166,7 +171,7 @@ def _expected(
         "entropy": (entropy, bits.sum(-1) + rounded * (entropy + bits.sum(-1))),
         "largest_score": (largest, torch.maximum(high - largest, largest - low)),
         "key_sum": (key_sum, moved.sum(-2) + rounded * (key_sum + moved.sum(-2))),
-        "top_values": (top.exact, torch.maximum(top.high - top.exact, top.exact - top.low)),
+        "top_values": (top.exact, top.spread + rounded * (top.exact + top.spread)),
     }
     return limits, top
 

@@ -194,6 +194,6 @@ def _spread(shape: tuple[int, ...] | None, before: tuple[int, ...], after: tuple
 
 
 def _length_class(n: int) -> tuple[bool, int, bool]:
-    """The class of a length: kernels treat none, up to 32, 64, 128, 256 or more, and multiples of 8 or not, in equal
+    """The class of a length: kernels treat none, up to 32, 64, 128, 256, 1,024 or more, and multiples of 8 or not, in equal
     ways."""
-    return n == 0, sum(n > limit for limit in (32, 64, 128, 256)), n % 8 == 0
+    return n == 0, sum(n > limit for limit in (32, 64, 128, 256, 1024)), n % 8 == 0

@@ -344,6 +344,9 @@ SPILLS = {
     ("sm90/pair_fp32", "32", "backward"): 120,
     ("sm90/pair_bf16", "32", "backward"): 64,
     ("sm90/pair_fp16", "32", "backward"): 64,
+    # Whether the bias is capped is decided at run time.
+    ("sm80/dropout_bf16", "64", "backward bias mask"): 20,
+    ("sm80/dropout_fp16", "64", "backward bias mask"): 20,
 }
 # Of units without a loop over rows: what they spill they spill once, and took longer with fewer warps and more registers.
 STRAIGHT = {"sm80/small_bf16": 128, "sm80/small_fp16": 128, "sm80/small_fp32": 400}

@@ -15,6 +15,7 @@ DTYPES = {75: ("float16", "float32")}  # sm_75 has no bfloat16
 TOPS = 8, 64
 MOST_STACK = {16: 8, 32: 128}  # bytes of a thread that may spill, by the bits of q: the most is of fp32 with D 256
 MOST_OF_TURING = 40  # in 16 bits
+MOST_OF_BLACKWELL = 304  # in fp32: the 64 largest of a row at D 128
 FEATURES = ("", "bias", "causal", "packed")
 
 
@@ -48,7 +49,7 @@ def test_compiles(architecture):
     assert len(found) == 4 * 2 * 4 * 4
     check(found, architecture)
     spilled = {entry["call"]: entry["stack"] for entry in found if entry["stack"]}
-    limits = MOST_STACK if architecture >= 80 else MOST_STACK | {16: MOST_OF_TURING}
+    limits = MOST_STACK | {75: {16: MOST_OF_TURING}, 100: {32: MOST_OF_BLACKWELL}}.get(architecture, {})
     assert all(most <= limits[32 if "float32" in call else 16] for call, most in spilled.items()), spilled
 
 

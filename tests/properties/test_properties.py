@@ -51,7 +51,7 @@ def served(pool, backend):
     if backend in ("reference", "triton"):
         return pool
     pool = [
-        replace(v, caps_bias=False, gate=None)
+        replace(v, caps_bias=v.caps_bias and backend == "cuda", gate=None)
         for v in pool
         if not v.dropout and not (v.alibi and (backend != "cuda" or v.bias or v.key_weight))
     ]

@@ -56,7 +56,7 @@ class BiasMask(c.Structure):
     _fields_ = [
         *_fields(c.c_void_p, "bias mask"),
         *_fields(ScoreStrides, "bias_strides mask_strides"),
-        *_fields(c.c_int32, "bias_is_fp32"),
+        *_fields(c.c_int32, "bias_is_fp32 capped"),
     ]
 
 

@@ -211,19 +211,17 @@ struct BiasMaskAhead {
     }
   }
 
-  // The terms that are not loaded ahead: the bias after a softcap (or with a scale too small to
-  // divide by), and a mask with an element for every pair.
-  __device__ __forceinline__ void apply_rest(float (&s)[kM][kN][4],
-                                             const FlashsciBiasMask& bias_mask,
-                                             const BackwardPlan& plan,
-                                             const unsigned char* bias_head,
-                                             const uint8_t* mask_head, int query, int key,
-                                             int queries, int keys, int distance) const {
+  // A bias that is not loaded ahead: that of a call with a softcap, or with a scale too small to
+  // divide by.
+  static __device__ __forceinline__ void add_late(float (&s)[kM][kN][4],
+                                                  const FlashsciBiasMask& bias_mask,
+                                                  const BackwardPlan& plan,
+                                                  const unsigned char* bias_head, int query,
+                                                  int key, int queries, int keys, int distance) {
     key = opaque(key);  // an address in a register through the loop costs too much
     if (has_slopes(bias_mask)) {
-      if (!plan.bias_first)
-        add_alibi_transposed(s, __ldg(reinterpret_cast<const float*>(bias_head)), distance);
-    } else if (bias_mask.bias != nullptr && !plan.bias_first) {
+      add_alibi_transposed(s, __ldg(reinterpret_cast<const float*>(bias_head)), distance);
+    } else if (bias_mask.bias != nullptr) {
       const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
       for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
         uint32_t word[kKeys];
@@ -235,7 +233,13 @@ struct BiasMaskAhead {
         __syncwarp();  // the compiler would load all columns at once, into occupied registers
       });
     }
+  }
+
+  __device__ __forceinline__ void hide(float (&s)[kM][kN][4], const FlashsciBiasMask& bias_mask,
+                                       const BackwardPlan& plan, const uint8_t* mask_head,
+                                       int query, int key, int queries, int keys) const {
     if (bias_mask.mask == nullptr) return;
+    key = opaque(key);  // an address in a register through the loop costs too much
     if (bias_mask.mask_strides.row == 0) {
 #pragma unroll
       for (int j = 0; j < kKeys; ++j) {

@@ -1,8 +1,8 @@
 // The backward of kernel.cuh with a bias or a mask, or with rows that take no 16-byte copies.
 //
-// Maths     As in kernel.cuh, with the bias (or ALiBi's) added to S and -inf for hidden scores; dS
-//           is also the gradient of a bias that has an element for every pair. With dropout P of
-//           dV, and dP, are 0 or divided by 1 - p.
+// Maths     As in kernel.cuh, with the bias (or ALiBi's) added to S, before a softcap if `capped`, and
+//           -inf for hidden scores; dS is also the gradient of a bias that has an element for every
+//           pair. With dropout P of dV, and dP, are 0 or divided by 1 - p.
 // Roles     As in kernel.cuh. Keys are assigned to the rows of a warp so that a lane has neighbours
 //           (bias_mask.cuh).
 // Shared    As in kernel.cuh, plus all pointers: the loop has no registers for them
@@ -140,6 +140,21 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
                             p.dbias_strides.row, first_column(query), first_key(), queries, keys);
   }
 
+  // Softcap, or scale, and the bias, in this order or, if `capped`, the other one. A loop: the code
+  // of each is there once.
+  __device__ __forceinline__ void cap_and_add(Scores& s, Scores& dp, int member, int query,
+                                              int distance) const {
+    const bool capped = p.bias_mask.capped != 0;
+    if (capped) scale(s, p.scale);
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+      if (capped == (turn != 0))
+        modify_scores(s, dp, plan.scores, true, capped);
+      else
+        Ahead::add_late(s, p.bias_mask, plan, bias_of(member), first_column(query), first_key(),
+                        queries, keys, distance);
+    }
+  }
   // P^T and dS^T of a step, packed.
   __device__ __forceinline__ void find_products(Operand& p16, Operand& ds16, uint32_t q_stage,
                                                 uint32_t statistics, int step, int member,
@@ -160,9 +175,9 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
     this->start_dp(dp, statistics);
     multiply_rows<Op, C::kHeadDim>(dp, k_left + kFromK, right + kFromQ);
     if constexpr (Drop::kDrops) drop_gradients(dp, kept, statistics);
-    modify_scores(s, dp, plan.scores);
-    ahead.apply_rest(s, p.bias_mask, plan, bias_of(member), mask_of(member), first_column(query),
-                     first_key(), queries, keys, distance);
+    if (plan.scores.mode != kScaled) cap_and_add(s, dp, member, query, distance);
+    ahead.hide(s, p.bias_mask, plan, mask_of(member), first_column(query), first_key(), queries,
+               keys);
     if (!this->all_seen(query))
       mask_transposed(s, window, opaque(first_key()), first_column(query));
     this->exponentiate(s, statistics);

@@ -156,7 +156,9 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
     work.sums_bytes = rounded(heads * work.query_slots * block_q * Large::kHeadDim * int64_t{4});
   if (wants_bias) {
     work.bias_plan = plan_bias<typename Tiles::Bias>(p);
-    work.writes_bias = work.keys && work.bias_plan.shared == 0 && p.softcap == 0.f;
+    // Behind a softcap that does not bound it, the bias has another gradient than its score.
+    const bool same = p.softcap == 0.f || p.bias_mask.capped != 0;
+    work.writes_bias = work.keys && work.bias_plan.shared == 0 && same;
     work.bias = !work.writes_bias;
     if (work.bias && work.bias_plan.splits > 1)
       work.bias_bytes = rounded(work.bias_plan.splits * work.bias_plan.elements * int64_t{4});
@@ -273,7 +275,7 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream,
   plan.query_slots = static_cast<uint32_t>(work.query_slots);
   // A scale too small to divide by is applied separately.
   const bool folds = p.scale > (p.bias_mask.bias != nullptr ? 1e-6f : 0.f);
-  plan.scores = plan_scores(p.scale, p.softcap, folds);
+  plan.scores = plan_scores_of(p, folds);
   plan.bias_factor = plan.scores.mode == kScaled ? 1.f / p.scale : 1.f;
   plan.bias_first = p.bias_mask.bias != nullptr && plan.scores.mode == kScaled;
   plan.vector =

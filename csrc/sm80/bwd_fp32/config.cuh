@@ -44,6 +44,7 @@ struct BackwardFp32Plan {
   int write_bias;  // the kernel of the queries writes dbias
   int vector_dbias;
   BiasMaskAccess bias_mask;
+  float inverse_cap;  // 1 / softcap; `capped` only, where `inner` is that of natural units
 };
 
 }  // namespace flashsci::sm80::bwd_fp32

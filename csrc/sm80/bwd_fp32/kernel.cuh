@@ -32,14 +32,16 @@
 namespace flashsci::sm80::bwd_fp32 {
 
 // S becomes cap tanh(factor S), with factor 1 afterwards; dS, given dP - delta, takes the slope.
+// hides: scores of -inf, from a bias, stay.
 template <int kM, int kN>
 __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
-                                           float (&factor)[kM][2], float cap) {
+                                           float (&factor)[kM][2], float cap, bool hides) {
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i) {
     const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
     float slope;
-    s[m][n][e] = cap * tanh_accurate(factor[m][e / 2] * s[m][n][e], slope);
+    const float x = s[m][n][e], capped = cap * tanh_accurate(factor[m][e / 2] * x, slope);
+    s[m][n][e] = hides && x == -INFINITY ? x : capped;
     dp[m][n][e] *= slope;
   }
   set_all(factor, 1.f);
@@ -288,9 +290,17 @@ struct BackwardWarp {
     if (plan.plain) {
       keep_finite(factor);
     } else {
-      if (plan.cap != 0.f) cap_scores(s, dp, factor, plan.cap);
+      const bool capped = kHasBiasMask && p.bias_mask.capped != 0;
       if constexpr (kHasBiasMask) {
-        pair_tile.apply(s, bias_mask(of_group), factor);
+        if (capped) {
+          pair_tile.add(s, bias_mask(of_group), factor);
+          set_all(factor, plan.inverse_cap);
+        }
+      }
+      if (plan.cap != 0.f) cap_scores(s, dp, factor, plan.cap, capped);
+      if constexpr (kHasBiasMask) {
+        if (!capped) pair_tile.add(s, bias_mask(of_group), factor);
+        pair_tile.hide(s, bias_mask(of_group));
       } else {
         scale_rows(s, factor);
       }

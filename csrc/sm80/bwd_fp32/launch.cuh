@@ -33,7 +33,9 @@ BackwardFp32Work plan_work(const FlashsciBackwardParams& p) {
   if (p.dbias != nullptr) {
     work.bias_plan = {plan_bias_tiles(p, Bias::kBlockRows, Bias::kBlockColumns), nullptr};
     work.bias_plan.splits = splits_for_any_device(work.bias_plan);
-    work.writes_bias = !work.bias_plan.shared && p.softcap == 0.f;
+    // Behind a softcap that does not bound it, the bias has another gradient than its score.
+    const bool same = p.softcap == 0.f || p.bias_mask.capped != 0;
+    work.writes_bias = !work.bias_plan.shared && same;
     work.bias = !work.writes_bias;
     if (work.bias && work.bias_plan.splits > 1)
       work.bias_bytes = rounded(work.bias_plan.splits * work.bias_plan.elements * int64_t{4});
@@ -42,6 +44,11 @@ BackwardFp32Work plan_work(const FlashsciBackwardParams& p) {
   work.statistics_bytes =
       rounded(p.batch0 * p.batch1 * p.heads_q * p.seq_q * static_cast<int64_t>(sizeof(float2)));
   return work;
+}
+
+// Whether there is a softcap, and nothing is added before it.
+inline bool is_capped_first(const FlashsciBackwardParams& p) {
+  return p.softcap != 0.f && !p.bias_mask.capped;
 }
 
 // Tiles without and with a bias or mask, which take registers.
@@ -93,7 +100,7 @@ cudaError_t launch_keys(const FlashsciBackwardParams& p, const BackwardFp32Plan&
 template <class C>
 cudaError_t launch_short(const FlashsciBackwardParams& p, BackwardFp32Plan plan,
                          cudaStream_t stream) {
-  plan.inner = p.softcap != 0.f ? p.scale / p.softcap : p.scale;
+  plan.inner = is_capped_first(p) ? p.scale / p.softcap : p.scale;
   return launch<backward_short_fp32_kernel<C>>(p.batch0 * p.batch1 * p.heads_k,
                                                (p.seq_k + 31) / 32 * 32, sizeof(ShortStorage<C>),
                                                p.device, stream, p, plan);
@@ -145,8 +152,9 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
   plan.vector_dv = takes_paired_stores(p.dv, p.dv_strides, p.head_dim_v);
   const bool bias_mask = p.bias_mask.bias != nullptr || p.bias_mask.mask != nullptr;
   plan.plain = !bias_mask && p.softcap == 0.f && p.scale > 0.f;
-  plan.inner = p.softcap != 0.f ? p.scale / p.softcap : plan.plain ? p.scale * kLog2e : p.scale;
+  plan.inner = is_capped_first(p) ? p.scale / p.softcap : plan.plain ? p.scale * kLog2e : p.scale;
   plan.cap = p.softcap;
+  plan.inverse_cap = p.bias_mask.capped ? 1.f / p.softcap : 0.f;
   plan.write_bias = work.writes_bias;
   plan.bias_mask = BiasMaskAccess::of(p.bias_mask, p.seq_k);
   FlashsciBiasMask dbias{};

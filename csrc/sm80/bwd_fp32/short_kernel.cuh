@@ -285,13 +285,29 @@ struct ShortWarp {
       dp[m][n][e] = fmaf(dp[m][n][e] * part(v_factor, r), of[e % 2].w, -of[e % 2].y);
     }
   }
-  __device__ __forceinline__ void cap(Scores& s, Scores& dp, int n) const {
+  // hides: scores in natural units come with their bias; those of -inf stay.
+  __device__ __forceinline__ void cap(Scores& s, Scores& dp, int n, bool hides) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float& x = s[i / 4][n][i % 4];
       float slope;
-      x = plan.cap * tanh_accurate(x, slope);
+      const float capped = plan.cap * tanh_accurate(hides ? x * plan.inverse_cap : x, slope);
+      x = hides && x == -INFINITY ? x : capped;
       dp[i / 4][n][i % 4] *= slope;
+    }
+  }
+  // Softcap and bias, in this order or, if `capped`, the other one. A loop: the code of each is there
+  // once.
+  __device__ __forceinline__ void cap_and_add(Scores& s, Scores& dp, int n, int row,
+                                              int member) const {
+    const bool capped = p.bias_mask.capped != 0;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+      if (capped == (turn != 0)) {
+        if (plan.cap != 0.f) cap(s, dp, n, capped);
+      } else if (p.bias_mask.bias != nullptr) {
+        add_bias(s, n, row, member);
+      }
     }
   }
   __device__ __forceinline__ void add_bias(Scores& s, int n, int row, int member) const {
@@ -480,8 +496,7 @@ struct ShortWarp {
       const int row = query + n * 8;
       const float4 of[2] = {queries[n * 8], queries[n * 8 + 1]};
       scale(s, dp, n, of);
-      if (plan.cap != 0.f) cap(s, dp, n);
-      if (p.bias_mask.bias != nullptr) add_bias(s, n, row, chunk.member);
+      cap_and_add(s, dp, n, row, chunk.member);
       if (p.bias_mask.mask != nullptr) hide_masked(s, dp, n, row, chunk.member);
       if (partial) hide_unseen(s, dp, n, row);
       exponentiate(s, dp, n, of);

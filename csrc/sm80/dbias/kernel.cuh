@@ -1,7 +1,7 @@
 // The gradient of a shared bias, reduced to the bias's own shape, without atomics.
 //
-// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks; dropout as
-//           in bwd/bias_mask_kernel.cuh.
+// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks, times the
+//           slope of a softcap that bounds the bias; dropout as in bwd/bias_mask_kernel.cuh.
 // Roles     A CTA owns a tile of dbias, 64 to 128 rows x 32 to 64 keys (one row or one key, if the
 //           bias has one), and adds up its members: the batches, heads, row tiles and key tiles
 //           that share it. If tiles are few, `splits` CTAs share the members of one and leave
@@ -34,17 +34,22 @@ struct alignas(128) BiasShared {
   alignas(16) uint8_t shown[2][C::kBlockK];             // [member % 2, kBlockK]: a mask of keys
 };
 
-// Adds the bias to scores that could not start from it, columns from n8 block `first` of it.
+// Adds the bias to scores that could not start from it, columns from n8 block `first` of it. capped:
+// before the softcap, whose slope dP - delta takes then. scale: of q.k.
 template <int kM, int kN, int kAll>
-__device__ __forceinline__ void add_late(float (&s)[kM][kN][4], const float (&addend)[kM][kAll][4],
-                                         int first, const BackwardPlan& plan) {
+__device__ __forceinline__ void add_late(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
+                                         const float (&addend)[kM][kAll][4], int first,
+                                         const BackwardPlan& plan, bool capped, float scale) {
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i) {
     float& x = s[i / (4 * kN)][i / 4 % kN][i % 4];
-    const float shaped = plan.scores.mode == kSoftcap
-                             ? plan.scores.outer * tanh_accurate(plan.scores.inner * x)
-                             : plan.scores.inner * x;
-    x = (x == -INFINITY ? x : shaped) + addend[i / (4 * kN)][first + i / 4 % kN][i % 4];
+    const float y = addend[i / (4 * kN)][first + i / 4 % kN][i % 4];
+    const float inner = plan.scores.inner * (capped ? fmaf(scale, x, y) : x);
+    float shaped = inner, slope = 1.f;
+    if (plan.scores.mode == kSoftcap) shaped = plan.scores.outer * tanh_accurate(inner, slope);
+    const bool hidden = x == -INFINITY;
+    x = (hidden ? x : shaped) + (capped && y != -INFINITY ? 0.f : y);
+    if (capped) dp[i / (4 * kN)][i / 4 % kN][i % 4] *= hidden ? 0.f : slope;
   }
 }
 
@@ -136,10 +141,10 @@ struct BiasGradient {
     }
   }
   // Applies the parts of the bias and the masks that S could not start from.
-  __device__ __forceinline__ void complete_scores(StepTile& s, const TileSums& addend, int first,
-                                                  const BiasMember& member, int warp_row,
+  __device__ __forceinline__ void complete_scores(StepTile& s, StepTile& dp, const TileSums& addend,
+                                                  int first, const BiasMember& member, int warp_row,
                                                   int warp_last_row, int key) const {
-    if (!plan.bias_first) add_late(s, addend, first, plan);
+    if (!plan.bias_first) add_late(s, dp, addend, first, plan, p.bias_mask.capped != 0, p.scale);
     if (pair_mask) {
       const FlashsciBiasMask only_mask{nullptr, p.bias_mask.mask, {}, p.bias_mask.mask_strides, 0};
       apply_bias_mask<Op>(
@@ -149,18 +154,15 @@ struct BiasGradient {
     if (window.begin(warp_last_row) > key || window.end(warp_row) < key + C::kStep)
       mask_scores(s, window, warp_row + opaque(lane) / 4, key + opaque(lane) % 4 * 2);
   }
-  // sum += dS, for the keys from n8 block `first` of the tile on. kept: with dropout, the bits of
-  // draw_rows.
-  __device__ __forceinline__ void add_ds(TileSums& sum, StepTile& s, StepTile& dp,
-                                         const Statistics& statistics, int first,
-                                         uint32_t kept) const {
+  // sum += dS, for the keys from n8 block `first` of the tile on.
+  __device__ __forceinline__ void add_ds(TileSums& sum, StepTile& s, const StepTile& dp,
+                                         const Statistics& statistics, int first) const {
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
       s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], plan.scores.exp_scale, statistics[m][e / 2].x));
     }
     if (any_large(statistics)) limit_probabilities(s);
-    if constexpr (Drop::kDrops) drop_gradients(dp, statistics, kept);
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;
@@ -196,8 +198,9 @@ struct BiasGradient {
       const uint32_t right = stage * kStageK + step * T::kRowBytes + lane_by_chunks<C::kHeadDim>();
       multiply_rows<Op, C::kHeadDim>(s, q_tile + left, k_tile + right);
       multiply_rows<Op, C::kHeadDim>(dp, dout_tile + left, v_tile + right);
-      complete_scores(s, addend, step / 8, member, warp_row, warp_last_row, key);
-      add_ds(sum, s, dp, statistics, step / 8, kept);
+      if constexpr (Drop::kDrops) drop_gradients(dp, statistics, kept);
+      complete_scores(s, dp, addend, step / 8, member, warp_row, warp_last_row, key);
+      add_ds(sum, s, dp, statistics, step / 8);
     }
   }
 

@@ -1,6 +1,7 @@
 // The gradient of a shared bias, in fp32: reduced to the bias's own shape, without atomics.
 //
-// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks.
+// Maths     dbias = the sum of dS = P (dO V^T - delta) over the dims that the bias lacks,
+//           times the slope of a softcap that bounds the bias.
 // Roles     A CTA owns a tile of dbias (one row or one key, if the bias has one) and adds up its
 //           members: the batches, heads, row tiles and key tiles that share it. If tiles are few,
 //           `splits` CTAs share the members of one and leave partial sums to bias_sum_fp32_kernel.
@@ -123,7 +124,8 @@ struct BiasGradientWarp {
 
   // --- a member
 
-  // Softcap, bias and mask; afterwards s in natural units is the exponent.
+  // Softcap, bias and mask; afterwards s in natural units is the exponent. If the softcap bounds the
+  // bias, it is `tanh_code` of it: there is no register for the slope.
   __device__ __forceinline__ void modify_scores(Scores& s, const PairTile& pair_tile,
                                                 const BiasMaskOfHead<>& bias_mask) const {
     float factor[C::kM][2];
@@ -131,7 +133,8 @@ struct BiasGradientWarp {
     for (int i = 0; i < C::kM * 2; ++i)
       factor[i / 2][i % 2] =
           shared.x_factor[warp * C::kRows + i * 8 + lane / 4] * plan.inner * stream.factor(0);
-    if (plan.cap != 0.f) {
+    const bool capped = p.bias_mask.capped != 0;
+    if (plan.cap != 0.f && !capped) {
 #pragma unroll
       for (int i = 0; i < C::kM * C::kN * 4; ++i) {
         float& x = s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
@@ -139,10 +142,30 @@ struct BiasGradientWarp {
       }
       set_all(factor, 1.f);
     }
-    pair_tile.apply(s, bias_mask, factor);
+    pair_tile.add(s, bias_mask, factor);
+    if (capped) {
+#pragma unroll
+      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+        float& x = s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
+        x = tanh_code(x * plan.inverse_cap);
+      }
+    }
+    pair_tile.hide(s, bias_mask);
     if (stream.hide) hide_columns(s, stream.shared.state, lane % 4 * 4);
   }
+  // S becomes P, or P times the slope of a softcap that bounds the bias.
   __device__ __forceinline__ void exponentiate(Scores& s, const Statistics& statistics) const {
+    if (p.bias_mask.capped) {
+#pragma unroll
+      for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+        float& code = s[i / (4 * C::kN)][i / 4 % C::kN][i % 4];
+        const float exponent =
+            fmaf(plan.cap * tanh_of(code), kLog2e, -statistics[i / (4 * C::kN)][i % 4 / 2].x);
+        // -inf is hidden, or has no slope.
+        code = code == -INFINITY ? 0.f : fminf(ptx::ex2_approx(exponent), 1.f) * slope_of(code);
+      }
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < C::kM * C::kN * 4; ++i) {
       const int m = i / (4 * C::kN), n = i / 4 % C::kN, e = i % 4;

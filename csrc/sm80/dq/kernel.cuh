@@ -152,6 +152,11 @@ struct QueryWarp {
     return window.begin(warp_last_row) <= key && window.end(warp_row) >= key + C::kStep;
   }
 
+  __device__ __forceinline__ void load_statistics(Statistics& statistics) const {
+#pragma unroll
+    for (int i = 0; i < C::kM * 2; ++i)
+      statistics[i / 2][i % 2] = load_pair(&shared.statistics[warp * C::kRows + i * 8 + lane / 4]);
+  }
   // S becomes P, dP - delta becomes dS.
   __device__ __forceinline__ void exponentiate(Scores& s, Scores& dp,
                                                const Statistics& statistics) const {
@@ -163,6 +168,18 @@ struct QueryWarp {
     if (any_large(statistics)) limit_probabilities(s);
     multiply_elements(dp, s);
   }
+  __device__ __forceinline__ void add_bias(Scores& s, int key) const {
+    // opaque: registers through the softcap cost too much.
+    const int row = warp_row + opaque(lane) / 4, column = key + opaque(lane) % 4 * 2;
+    if (has_slopes(p.bias_mask)) {
+      const float slope = p.cu_seqlens_q != nullptr
+                              ? slope_of_segment(p.bias_mask, work.segment, p.num_seqs, place.head)
+                              : slope_of(p.bias_mask, place, place.head);
+      add_alibi(s, slope * plan.bias_factor,
+                row - column + (p.lower_right != 0 ? work.seq_k - work.seq_q : 0));
+    }
+    apply_bias<Op>(s, view, row, column, work.seq_q, work.seq_k, plan.bias_factor);
+  }
   // dQ from kStep keys, whose rows begin at k_rows and v_rows.
   __device__ __forceinline__ void add_step(uint32_t k_rows, uint32_t v_rows, int key) {
     uint32_t kept = 0;
@@ -173,9 +190,7 @@ struct QueryWarp {
     }
     Scores s, dp;
     Statistics statistics;
-#pragma unroll
-    for (int i = 0; i < C::kM * 2; ++i)
-      statistics[i / 2][i % 2] = load_pair(&shared.statistics[warp * C::kRows + i * 8 + lane / 4]);
+    load_statistics(statistics);
     set_zero(s);
     multiply_rows<Op, C::kHeadDim>(s, q_left, k_rows + lane_by_chunks<C::kHeadDim>());
 #pragma unroll
@@ -183,17 +198,19 @@ struct QueryWarp {
       dp[i / (4 * C::kN)][i / 4 % C::kN][i % 4] = statistics[i / (4 * C::kN)][i % 4 / 2].y;
     multiply_rows<Op, C::kHeadDim>(dp, dout_left, v_rows + lane_by_chunks<C::kHeadDim>());
     if constexpr (Drop::kDrops) drop_gradients(dp, statistics, kept);
-    modify_scores(s, dp, plan.scores);
-    const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
-    if (has_slopes(p.bias_mask)) {
-      const float slope = p.cu_seqlens_q != nullptr
-                              ? slope_of_segment(p.bias_mask, work.segment, p.num_seqs, place.head)
-                              : slope_of(p.bias_mask, place, place.head);
-      add_alibi(s, slope * plan.bias_factor,
-                row - column + (p.lower_right != 0 ? work.seq_k - work.seq_q : 0));
+    const bool capped = p.bias_mask.capped != 0;
+    if (capped) scale(s, p.scale);
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {  // a loop: the code of each is there once
+      if (capped == (turn != 0))
+        modify_scores(s, dp, plan.scores, true, capped);
+      else
+        add_bias(s, key);
     }
-    apply_bias_mask<Op>(s, view, row, column, work.seq_q, work.seq_k, plan.bias_factor);
+    const int row = warp_row + lane / 4, column = key + lane % 4 * 2;
+    apply_mask(s, view, row, column, work.seq_q, work.seq_k);
     if (!all_seen(key)) mask_scores(s, window, row, column);
+    load_statistics(statistics);  // again, rather than kept through the softcap
     exponentiate(s, dp, statistics);
     uint32_t ds16[C::kN / 2][C::kM][4];
     pack<Op>(ds16, dp);

@@ -154,40 +154,44 @@ struct BiasMaskTile {
         }
   }
 
-  // s = factor s + bias, in natural units; hidden scores become -inf.
+  // Calls change(score, m, half, j, e) for all scores, beside element e of [m][half][j].
+  template <class Change>
+  static __device__ __forceinline__ void each(float (&s)[kM][kN][4], Change&& change) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < kN / 2; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) change(s[m][2 * j + e / 2][half * 2 + e % 2], m, half, j, e);
+  }
+  // s = factor s + bias, in natural units.
   template <bool kTransposed>
-  __device__ __forceinline__ void apply(float (&s)[kM][kN][4],
-                                        const BiasMaskOfHead<kTransposed>& of,
-                                        const float (&factor)[kM][2]) const {
-    const auto each = [&](auto&& change) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-          for (int j = 0; j < kN / 2; ++j)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-              change(s[m][2 * j + e / 2][half * 2 + e % 2], m, half, j, e);
-    };
+  __device__ __forceinline__ void add(float (&s)[kM][kN][4], const BiasMaskOfHead<kTransposed>& of,
+                                      const float (&factor)[kM][2]) const {
     if (of.bias != nullptr) {
-      each([&](float& x, int m, int half, int j, int e) {
+      each(s, [&](float& x, int m, int half, int j, int e) {
         const float4& b = bias[m][half][j];
         x = fmaf(x, factor[m][half], e == 0 ? b.x : e == 1 ? b.y : e == 2 ? b.z : b.w);
       });
     } else {
-      each([&](float& x, int m, int half, int, int) { x *= factor[m][half]; });
+      each(s, [&](float& x, int m, int half, int, int) { x *= factor[m][half]; });
     }
-    if (of.mask != nullptr) {
-      constexpr uint32_t kAll = 0x01010101;
-      uint32_t all = kAll;
+  }
+  // Scores that the mask hides become -inf.
+  template <bool kTransposed>
+  __device__ __forceinline__ void hide(float (&s)[kM][kN][4],
+                                       const BiasMaskOfHead<kTransposed>& of) const {
+    if (of.mask == nullptr) return;
+    constexpr uint32_t kAll = 0x01010101;
+    uint32_t all = kAll;
 #pragma unroll
-      for (int i = 0; i < kM * kN; ++i) all &= shown[i / kN][i / (kN / 2) % 2][i % (kN / 2)];
-      if (__any_sync(0xffffffffu, all != kAll))
-        each([&](float& x, int m, int half, int j, int e) {
-          if ((shown[m][half][j] >> 8 * e & 255) == 0) x = -INFINITY;
-        });
-    }
+    for (int i = 0; i < kM * kN; ++i) all &= shown[i / kN][i / (kN / 2) % 2][i % (kN / 2)];
+    if (__any_sync(0xffffffffu, all != kAll))
+      each(s, [&](float& x, int m, int half, int j, int e) {
+        if ((shown[m][half][j] >> 8 * e & 255) == 0) x = -INFINITY;
+      });
   }
 };
 

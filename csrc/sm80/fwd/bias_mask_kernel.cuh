@@ -1,7 +1,8 @@
 // The forward of kernel.cuh with a bias or a mask.
 //
-// Maths     As in kernel.cuh, with s_ij + bias_ij before the softmax and -inf for hidden scores. ALiBi
-//           with a mask is a bias that no memory holds.
+// Maths     As in kernel.cuh, with s_ij + bias_ij before the softmax and -inf for hidden scores;
+//           `capped`: with softcap tanh((scale q k^T + bias) / softcap). ALiBi with a mask is a bias
+//           that no memory holds.
 // Roles     A unit of work is a query tile of kMembers neighbours along the dimension that shares
 //           the bias. Up to D = 64 CTAs are persistent: each takes a run of units, first the tiles,
 //           then the other members, so that a bias is read while it is in L2. Every warp works on
@@ -47,6 +48,27 @@ __device__ __forceinline__ void add(float (&x)[kM][kN][4], const float (&y)[kM][
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i)
     x[i / (kN * 4)][i / 4 % kN][i % 4] += y[i / (kN * 4)][i / 4 % kN][i % 4];
+}
+
+// x = factor x + y.
+template <int kM, int kN>
+__device__ __forceinline__ void scale_and_add(float (&x)[kM][kN][4], float factor,
+                                              const float (&y)[kM][kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) {
+    float& of = x[i / (kN * 4)][i / 4 % kN][i % 4];
+    of = fmaf(factor, of, y[i / (kN * 4)][i / 4 % kN][i % 4]);
+  }
+}
+
+// Scores that start from -inf stay there.
+template <int kM, int kN>
+__device__ __forceinline__ void keep_hidden(float (&s)[kM][kN][4],
+                                            const float (&start)[kM][kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i)
+    if (start[i / (kN * 4)][i / 4 % kN][i % 4] == -INFINITY)
+      s[i / (kN * 4)][i / 4 % kN][i % 4] = -INFINITY;
 }
 
 // The state of a thread through its CTA's run of units.
@@ -169,8 +191,13 @@ struct BiasMaskWarp {
     } else {
       clear(s);
       multiply(s, q, q_start, k_start, r);
+      const bool capped = p.bias_mask.capped != 0;
+      if (capped) scale_and_add(s, p.scale, c);
       scale_scores(s, plan.scores);
-      add(s, c);
+      if (capped)
+        keep_hidden(s, c);
+      else
+        add(s, c);
     }
   }
   // A stage: the tile of keys from `first_key` on, member by member.

@@ -46,7 +46,7 @@ cudaError_t launch_bias_mask_tiling(const FlashsciForwardParams& p, BiasMaskPlan
     plan.scores.inner *= plan.scores.mode == kLinear ? kLog2e : 1.f;
     plan.scores.outer *= kLog2e;
     plan.scores.exp_scale = 1.f;
-    bias_mask.bias_factor = kLog2e;
+    bias_mask.bias_factor = p.bias_mask.capped ? 1.f : kLog2e;
   }
   plan.lse_scale = plan.scores.mode == kScaled ? p.scale : kLn2;
   return launch<forward_bias_mask_kernel<Op, C, kVector, Drop...>>(

@@ -3,8 +3,8 @@
 //
 // Maths     o_i = sum_j p_ij v_j / l_i, p_ij = exp(s_ij - m_i), l_i = sum_j p_ij, lse_i = m_i + log
 //           l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), over the keys the window
-//           shows. kAlibi: s also has the addend of core/alibi.cuh. With dropout
-//           p_ij is 0, or divided by 1 - p, in the sum over v_j alone.
+//           shows. kAlibi: s also has the addend of core/alibi.cuh, before the softcap if
+//           `capped`. With dropout p_ij is 0, or divided by 1 - p, in the sum over v_j alone.
 // Roles     One CTA per (query tile, head, batch), all on grid.x, the tiles of a head in sequence
 //           and the longest first. kWarps warps own kBlockQ / kWarps query rows each and exchange
 //           no values: they share only the K and V tiles. Packed calls find their sequence on the
@@ -156,14 +156,24 @@ struct QueryTile {
       for (int word = 0; word < (C::kM * C::kN + 7) / 8; ++word) drop(s, word, kept[word]);
     }
   }
+  __device__ __forceinline__ void add_slope(float (&s)[C::kM][C::kN][4], int first_key,
+                                            float slope) const {
+    const int own = opaque(threadIdx.x) % 32, shift = work.seq_k - work.seq_q;
+    add_alibi(s, slope,
+              warp_row + own / 4 - own % 4 * 2 - first_key + (p.lower_right != 0 ? shift : 0));
+  }
   // From raw scores to the output. slope: with ALiBi only.
   __device__ __forceinline__ void softmax_and_pv(OutputRows<C>& rows, float (&s)[C::kM][C::kN][4],
                                                  int first_key, float slope, const Kept& kept) {
+    if constexpr (kAlibi) {
+      if (p.bias_mask.capped) {
+        scale(s, p.scale);
+        add_slope(s, first_key, slope);
+      }
+    }
     if (plan.scores.mode != kScaled) scale_scores(s, plan.scores);
     if constexpr (kAlibi) {
-      const int own = opaque(threadIdx.x) % 32, shift = work.seq_k - work.seq_q;
-      add_alibi(s, slope,
-                warp_row + own / 4 - own % 4 * 2 - first_key + (p.lower_right != 0 ? shift : 0));
+      if (!p.bias_mask.capped) add_slope(s, first_key, slope);
     }
     if (keys.any_hidden(first_key))
       mask_scores(s, window, warp_row + lane / 4, first_key + lane % 4 * 2);

@@ -11,7 +11,7 @@ namespace flashsci::sm80::fwd {
 inline ForwardPlan plan_of(const FlashsciForwardParams& p, int64_t tiles, float folds_above = 0.f) {
   ForwardPlan plan;
   plan.tiles = static_cast<uint32_t>(tiles);
-  plan.scores = plan_scores(p.scale, p.softcap, p.scale > folds_above);
+  plan.scores = plan_scores_of(p, p.scale > folds_above);
   plan.lse_scale = lse_scale_of(plan.scores, p.scale);
   const auto aligned = [](int64_t stride) { return stride % kChunkElements == 0; };
   plan.vector_out = p.head_dim_v % kChunkElements == 0 && aligned(p.out_strides.batch0) &&

@@ -59,22 +59,26 @@ struct ForwardFp32Plan {
   float cap;       // softcap or 0
   int vector_out;  // output rows take 8-byte stores
   BiasMaskAccess bias_mask;
+  float inverse_cap;  // 1 / softcap; `capped` only, where `inner` is that of natural units
 };
 
 // P is exponentiated to at most 2^15: 2^kShift at the running maximum, which may be stale.
 inline constexpr float kShift = 11.f, kStale = 4.f;
 inline constexpr float kLowest = -3.4028234664e38f;  // finite: hidden keys stay at -inf below it
 
-// s = cap tanh(factor s), with factor 1 afterwards.
+// s = cap tanh(factor s), with factor 1 afterwards. hides: scores of -inf, from a bias, stay.
 template <int kM, int kN>
-__device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&factor)[kM][2],
-                                           float cap) {
+__device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&factor)[kM][2], float cap,
+                                           bool hides) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[m][n][e] = cap * tanh_accurate(factor[m][e / 2] * s[m][n][e]);
+      for (int e = 0; e < 4; ++e) {
+        const float x = s[m][n][e];
+        s[m][n][e] = hides && x == -INFINITY ? x : cap * tanh_accurate(factor[m][e / 2] * x);
+      }
   set_all(factor, 1.f);
 }
 
@@ -271,10 +275,20 @@ struct ForwardWarp {
     if (plan.plain) {
       keep_finite(factor);
     } else {
-      if (plan.cap != 0.f) cap_scores(s, factor, plan.cap);
       if constexpr (kHasBiasMask) {
-        pair_tile.apply(s, bias_mask, factor);
+        const bool capped = p.bias_mask.capped != 0;
+#pragma unroll 1
+        for (int turn = 0; turn < 2; ++turn) {  // a loop: the code of each is there once
+          if (capped == (turn != 0)) {
+            if (plan.cap != 0.f) cap_scores(s, factor, plan.cap, capped);
+          } else {
+            pair_tile.add(s, bias_mask, factor);
+            if (capped) set_all(factor, plan.inverse_cap);
+          }
+        }
+        pair_tile.hide(s, bias_mask);
       } else {
+        if (plan.cap != 0.f) cap_scores(s, factor, plan.cap, false);
         scale_rows(s, factor);
       }
       set_all(factor, kHasBiasMask ? 1.f : kLog2e);

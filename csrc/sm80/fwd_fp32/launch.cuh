@@ -18,9 +18,10 @@ cudaError_t launch_forward_tile(const FlashsciForwardParams& p, cudaStream_t str
   plan.tiles = static_cast<uint32_t>(tiles);
   plan.vector = p.copy_bytes == 16 && (p.head_dim | p.head_dim_v) % 4 == 0;
   plan.plain = !kHasBiasMask && p.softcap == 0.f && p.scale > 0.f;
-  plan.inner = p.softcap != 0.f ? p.scale / p.softcap : plan.plain ? p.scale * kLog2e : p.scale;
-
+  const bool first = p.softcap != 0.f && !p.bias_mask.capped;  // nothing is added before the cap
+  plan.inner = first ? p.scale / p.softcap : plan.plain ? p.scale * kLog2e : p.scale;
   plan.cap = p.softcap;
+  plan.inverse_cap = p.bias_mask.capped ? 1.f / p.softcap : 0.f;
   plan.vector_out = takes_paired_stores(p.out, p.out_strides, p.head_dim_v);
   plan.bias_mask = BiasMaskAccess::of(p.bias_mask, p.seq_k);
 

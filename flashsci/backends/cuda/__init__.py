@@ -73,7 +73,7 @@ def forward(tensors: Tensors, scalars: Scalars, generation: int = 0) -> tuple[Te
         *layouts.options(scalars),
         generation,
         tensors.key_weight is not None,
-        *layouts.last_options(tensors, scalars.dropout_p),
+        *layouts.last_options(tensors, scalars),
     )
     return result
 
@@ -83,8 +83,8 @@ def _require_served(tensors: Tensors, scalars: Scalars) -> None:
     would ignore it."""
     if _lacks(tensors, scalars):
         raise BackendError(
-            "flashsci: the cuda backend has no alibi_slopes beside a bias or key_weight, no softcap of biased "
-            f"scores and no bias of packed sequences, {DROPPING.removeprefix('it ')}, and {WEIGHTED.removeprefix('it ')}; "
+            "flashsci: the cuda backend has no alibi_slopes beside a bias or key_weight and no bias of packed "
+            f"sequences, {DROPPING.removeprefix('it ')}, and {WEIGHTED.removeprefix('it ')}; "
             "use backend='triton'"
         )
 
@@ -94,11 +94,10 @@ def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
     packed_bias = tensors.cu_seqlens_q is not None and tensors.bias is not None
     weighted = tensors.key_weight is not None and not decisions.takes_weights(tensors, scalars)
     alibi = tensors.alibi_slopes is not None and (tensors.bias is not None or tensors.key_weight is not None)
-    capped = scalars.caps_bias and (tensors.bias is not None or tensors.alibi_slopes is not None)
     packed_slopes = tensors.alibi_slopes is not None and tensors.cu_seqlens_q is not None
     wide = max(tensors.q.shape[-1], tensors.v.shape[-1]) > 128
     undropped = tensors.q.dtype == torch.float32 or wide or tensors.key_weight is not None or packed_slopes
-    return (bool(scalars.dropout_p) and undropped) or alibi or weighted or packed_bias or capped
+    return (bool(scalars.dropout_p) and undropped) or alibi or weighted or packed_bias
 
 
 def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:
@@ -124,7 +123,8 @@ def _takes_bias(tensors: Tensors, scalars: Scalars, generation: int) -> int:
         return 0
     if tensors.q.device.type != "cuda":
         return 0
-    return prepared.takes_bias(library.handle, tensors, (*layouts.options(scalars), generation))
+    options = layouts.options(scalars)
+    return prepared.takes_bias(library.handle, tensors, (*options, generation, False, False, scalars.caps_bias))
 
 
 def prepared_forward(
@@ -142,7 +142,7 @@ def prepared_forward(
     weighted = tensors.key_weight is not None
     if tensors.key_weight is not None and tensors.key_weight.dtype != torch.float32:
         return general
-    options = *layouts.options(scalars), generation, weighted, *layouts.last_options(tensors, 0.0)
+    options = *layouts.options(scalars), generation, weighted, *layouts.last_options(tensors, scalars)
     made = prepared.PreparedForward if tensors.alibi_slopes is None else prepared.PreparedForwardOfSlopes
     return made(library.handle, tensors, options, general)
 
@@ -161,7 +161,7 @@ def backward(
     inputs = *layouts.inputs(tensors), out, lse
     options = *layouts.options(saved.scalars), saved.scalars.deterministic, generation
     if weights is None:
-        last = layouts.last_options(tensors, saved.scalars.dropout_p)
+        last = layouts.last_options(tensors, saved.scalars)
         unweighted = (False, *last) if last else ()
         result: tuple[Tensor, ...] = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, *unweighted)
         return *result, q.new_empty(0)
@@ -200,7 +200,7 @@ def prepared_backward(
         scalars.deterministic,
         generation,
         weighted,
-        *layouts.last_options(saved.tensors, 0.0),
+        *layouts.last_options(saved.tensors, scalars),
     )
     by_pairs = takes_pairs(saved.tensors, scalars, generation) and dout is not None
     made = prepared.PreparedBackward if saved.tensors.alibi_slopes is None else prepared.PreparedBackwardOfSlopes

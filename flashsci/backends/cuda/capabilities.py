@@ -74,8 +74,6 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
         return 0, "its alibi_slopes have no gradient"
     if problem.alibi and (problem.bias or problem.key_weight):
         return 0, "it has alibi_slopes only without bias and key_weight"
-    if problem.caps_bias:
-        return 0, "its softcap bounds scores before the bias (softcap_at='scores')"
     if problem.varlen and problem.bias:
         return 0, "it has no bias for packed sequences"
     if problem.dropout_p and (problem.dtype == torch.float32 or problem.key_weight):
@@ -104,10 +102,11 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
         (problem.dropout_p, "dropout"),
         (problem.alibi, "alibi_slopes"),
         (problem.key_weight, "key_weight"),
+        (problem.caps_bias, "a softcap of biased scores (softcap_at='biased')"),
     ):
         if given and (generation not in (0, 80) or capability < 80):
             return 0, f"only its kernels for compute capability 8.0 and newer (sm80) have {name}"
-    if problem.dropout_p or problem.alibi or problem.key_weight:
+    if problem.dropout_p or problem.alibi or problem.key_weight or problem.caps_bias:
         generation = 80
     units = dict.fromkeys(_UNITS, "dropout") if problem.dropout_p else _UNITS
     reason = None

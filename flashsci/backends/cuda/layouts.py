@@ -35,11 +35,14 @@ def inputs(tensors: Tensors) -> tuple[Tensor | None, ...]:
     return t.q, t.k, t.v, bias, t.mask, t.cu_seqlens_q, t.cu_seqlens_k
 
 
-def last_options(tensors: Tensors, dropout_p: float) -> tuple[Any, ...]:
-    """The last arguments of an op: whether the tensors have slopes, then those of dropout; as many as the call needs."""
+def last_options(tensors: Tensors, scalars: Scalars) -> tuple[Any, ...]:
+    """The last arguments of an op: whether the tensors have slopes, whether the softcap bounds them or a bias, then those
+    of dropout; as many as the call needs."""
     slopes = tensors.alibi_slopes is not None
-    if dropout_p:
-        return slopes, tensors.dropout_seed, dropout_p
+    if scalars.dropout_p:
+        return slopes, scalars.caps_bias, tensors.dropout_seed, scalars.dropout_p
+    if scalars.caps_bias:
+        return slopes, True
     return (True,) if slopes else ()
 
 

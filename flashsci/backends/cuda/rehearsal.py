@@ -59,7 +59,7 @@ def forward_kernels(tensors: Tensors, scalars: Scalars, device: DescribedDevice,
     weighted = tensors.key_weight is not None
     return _asked(
         "cuda_forward_kernels", *inputs, *options, generation, weighted, *device,
-        *layouts.last_options(tensors, scalars.dropout_p),
+        *layouts.last_options(tensors, scalars),
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def backward_kernels(
     return _asked(
         "cuda_backward_kernels", dout, dlse, *layouts.inputs(tensors), saved.out, saved.lse, *layouts.options(scalars), scalars.deterministic,
         generation, layouts.bias_or_weights_needed(need), weighted, *device,
-        *layouts.last_options(tensors, scalars.dropout_p),
+        *layouts.last_options(tensors, scalars),
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ HOPPER_16BIT_BIAS_MASK = HOPPER_16BIT | {
 HOPPER_16BIT_TABLES = HOPPER_16BIT_BIAS_MASK | {
     "forward": HOPPER_16BIT_BIAS_MASK["forward"] | {64: (128, 64, 8, 5, 128), 128: (128, 128, 8, 2)},
     "dq": HOPPER_16BIT_BIAS_MASK["dq"] | {64: (64, 64, 4, 5, 168), 128: (128, 64, 8, 5)},
-    "dkdv": HOPPER_16BIT_BIAS_MASK["dkdv"] | {64: (64, 128, 8, 5), 128: (64, 128, 8, 5)},
+    "dkdv": HOPPER_16BIT_BIAS_MASK["dkdv"] | {64: (64, 64, 4, 5), 128: (64, 128, 8, 5)},
 }
 AMPERE_16BIT: Tiles = {
     "forward": {
@@ -188,6 +188,8 @@ INTERPRETER: Tiles = {name: {512: (32, 16, 4, 1)} for name in FP32}  # small, so
 MAX_HEAD_DIM = 512
 MOST_SMALL = 64  # rows and keys of a sequence whose backward one program does
 MOST_KEYS = 1024  # keys of a row of scores that one program holds
+FEW_SCORES = 1 << 24  # scores that are held in memory at a time, 64 MiB
+LEAST_HELD = 64  # head dim from which the second order holds them
 
 
 @functools.lru_cache
@@ -318,13 +320,19 @@ def most_directions(
     return 4 if hopper and plain and width <= 32 else 2
 
 
-def is_wide(dims: tuple[int, int], length_q: int, length_k: int) -> bool:
-    """Whether scores of fp32 inputs are held in memory, between products of whole heads.
+def is_wide(dims: tuple[int, int], length_q: int, length_k: int, group: int) -> bool:
+    """Whether scores of fp32 inputs are held in memory, between products of whole heads: no tile serves rows so wide.
 
-    No tile serves rows so wide, and the scores are at most half as many numbers as the rows.
+    group: query heads of a key head, whose scores are in memory together.
     """
-    few = 2 * length_q * length_k <= (length_q + length_k) * sum(dims)
+    few = 2 * length_q * length_k <= (length_q + length_k) * sum(dims) or group * length_q * length_k <= FEW_SCORES
     return max(dims) > 128 and few and length_k <= MOST_KEYS
+
+
+def holds_second_order(dims: tuple[int, int], length_q: int, length_k: int, group: int) -> bool:
+    """Whether the second order of fp32 inputs alone holds scores in memory: its tiles of heads this wide spill."""
+    few = group * length_q * length_k <= FEW_SCORES
+    return LEAST_HELD <= max(dims) <= 128 and few and length_k <= MOST_KEYS
 
 
 def product_config(

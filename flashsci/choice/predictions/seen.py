@@ -12,7 +12,7 @@ from typing import Any
 from flashsci.call.problem import Problem
 from flashsci.choice.preferences import features
 
-#: Features (flashsci/choice/preferences) of which each value must have been seen. Others are: ALiBi, sinks and settings.
+#: Features (flashsci/choice/preferences) of which each value must have been seen. Others are: ALiBi, a softcap of biased scores, sinks and settings.
 NAMED = ("aligned", "bias", "inner_heads", "bias_grad", "mask", "mask_by_query", "key_weight", "dropout", "softcap")
 #: Head dims between the least and the largest that were seen.
 RANGE = "head_dim"
@@ -21,7 +21,9 @@ RANGE = "head_dim"
 def words(p: Problem) -> dict[str, Any]:
     """The features of a call on which its kernels branch."""
     found = features(p)
-    others = p.alibi or p.sink or p.deterministic or p.precision != "default" or p.mask_tiles or p.return_lse
+    others = (
+        p.alibi or p.caps_bias or p.sink or p.deterministic or p.precision != "default" or p.mask_tiles or p.return_lse
+    )
     return {name: found[name] for name in (*NAMED, RANGE)} | {"others": others}
 
 

@@ -8,7 +8,7 @@ from three places, in this order:
 - the table of the GPU's compute capability (``sm90.json``, ...), or of the nearest of the same major one:
   exceptions that ``tools/choice/preferences.py`` learnt from records of benchmarks;
 - ``defaults.json``, written by hand, for every device: it decides the calls that no record decides. It also lists kernels
-  that are not timed yet ("untimed"). No rule may choose these; only a request by name gets them.
+  that are not timed yet, or slower than others where they are ("untimed"). No rule may choose these; only a request by name gets them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PREDICTED = "predictions"  # in the place of a table's name: times that flashsci
 
 #: For numbers a rule gives a range, for other features the value or a list of values.
 NUMBERS = ("sm", "head_dim", "head_dim_least", "seq_q", "seq_k", "batch_heads", "group", "generation")
-WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "mask_by_query", "key_weight", "alibi", "dropout", "softcap", "varlen", "few_scores", "paged", "grad", "forward")  # fmt: skip
+WORDS = ("gpu", "bits", "aligned", "band", "lower_right", "bias", "inner_heads", "bias_grad", "bias_summed", "mask", "mask_by_query", "key_weight", "alibi", "dropout", "softcap", "caps_bias", "varlen", "few_scores", "paged", "grad", "forward")  # fmt: skip
 
 
 def _bias(p: Problem) -> str:
@@ -100,6 +100,7 @@ def features(p: Problem, generation: int = 0, forward: str = "") -> dict[str, An
         "alibi": p.alibi,
         "dropout": p.dropout_p > 0,
         "softcap": p.softcap > 0,
+        "caps_bias": p.caps_bias,
         "varlen": p.varlen,
         "few_scores": p.few_scores,
         "paged": p.paged,

@@ -118,7 +118,7 @@ def order(problem):
 def test_wide_heads_in_fp32_are_left_to_torch(monkeypatch):
     monkeypatch.setattr(predictions, "enabled", lambda: False)
     assert order(WIDE)[:2] == ("eager", "sdpa")
-    assert order(replace(WIDE, seq_q=9000, seq_k=9000))[0] == "sdpa", "scores take too much memory"
+    assert "eager" not in order(replace(WIDE, seq_q=9000, seq_k=9000)), "scores take too much memory"
     assert order(replace(WIDE, head_dim=128))[0] == "cuda"
 
 

@@ -57,6 +57,8 @@ def problems(draw):
         softcap=draw(st.sampled_from([0.0, 0.0, 5.0])),
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1])),
     )
+    if options["softcap"] and ("bias_shape" in options or "ragged_bias" in options or "alibi" in options):
+        options.update(caps_bias=draw(flip))
     options.update(window_right=draw(st.sampled_from([-1, 0])), requires_grad=draw(flip) and not paged)
     options.update(precision=draw(st.sampled_from(["default", "ieee", "tf32"])))
     return Problem(

@@ -281,7 +281,7 @@ def test_features_that_were_refused_do_not_pass_silently():
     q = torch.zeros(1, 4, 8)
     with pytest.raises(
         flashsci.BackendError,
-        match="no alibi_slopes beside a bias or key_weight, no softcap of biased scores and no bias of packed sequences, has dropout",
+        match="no alibi_slopes beside a bias or key_weight and no bias of packed sequences, has dropout",
     ):
         backend.forward(ops.Tensors(q, q, q), SCALARS._replace(dropout_p=0.5))
 

@@ -92,6 +92,8 @@ KINDS = {
     "pairs hidden": dict(mask_shape=(70, 150)),
     "bias of every score": dict(bias_shape=(2, 2, 70, 150)),
     "shared bias": dict(bias_shape=(70, 150)),
+    "softcap of a bias of every score": dict(bias_shape=(2, 2, 70, 150), softcap=3.0),
+    "softcap of a shared bias": dict(bias_shape=(70, 150), softcap=0.5, bias_holes=True),
     "bias of keys": dict(bias_shape=(2, 1, 1, 150), mask_shape=(2, 1, 1, 150), mask_kind="keys"),
 }
 
@@ -105,6 +107,7 @@ def test_every_tile(library, dims, kind):
     variant = Variant(
         ("bfloat16", "float16")[dims[0] % 64 != 0], *dims, dropout=True, lse_grad=True, window="window" in given or "causal" in given,
         softcap="softcap" in given, mask="mask_shape" in given, bias="pair" if biased else None, bias_grad=biased,
+        caps_bias=biased and "softcap" in given,
     )  # fmt: skip
     case = Case(variant, sum(dims) // 32, lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=150, dropout_p=0.25, **given)
     for deterministic in (False, True):

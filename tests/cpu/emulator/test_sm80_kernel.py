@@ -1,4 +1,4 @@
-"""The kernels of csrc/sm80 with ALiBi, forward and backward, run on the host (emulated.py) from the launcher to the stores, by the judge of every
+"""The kernels of csrc/sm80 with ALiBi, and with a softcap that bounds it or a bias, forward and backward, run on the host (emulated.py) from the launcher to the stores, by the judge of every
 backend. What a GPU's products, copies and barriers do is emulated; its speed and its registers are not."""
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def parameters(x: Inputs, room: int) -> dict:
             slope_strides(x.alibi_slopes, x),
             _score_strides(mask),
             ALIBI_SLOPES,
+            int(x.options.get("softcap_at") == "biased"),
         )
     if x.varlen:
         edges = x.cu_seqlens_q, x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
@@ -87,12 +88,18 @@ def forward(kernels, x: Inputs, room: int, seed: int) -> dict[str, torch.Tensor]
     return {"out": of_heads(x, out), "lse": lse}
 
 
-def backward(kernels, x: Inputs, made: dict[str, torch.Tensor], room: int, deterministic: bool, seed: int) -> dict:
-    found = {f"d{name}": of_heads(x, poisoned(getattr(x, name))) for name in "qkv"}
+def backward(
+    kernels, x: Inputs, made: dict[str, torch.Tensor], room: int, deterministic: bool, seed: int, need: str = "qkv"
+) -> dict:
+    found = {f"d{name}": of_heads(x, poisoned(getattr(x, name))) for name in need}
     out, dout, lse = of_heads(x, made["out"]), of_heads(x, x.dout), made["lse"].contiguous()
     p = parameters(x, room) | {"max_seqlen_k": -1, "deterministic": int(deterministic)}
     for name, gradient in found.items():
         p |= {name: _pointer(gradient), f"{name}_strides": _strides(gradient)}
+    dbias = {}
+    if x.bias is not None and x.bias_grad:
+        dbias = {"dbias": torch.full(x.bias.shape, torch.nan, dtype=x.bias.dtype)}
+        p |= {"dbias": _pointer(dbias["dbias"]), "dbias_strides": _score_strides(dbias["dbias"])}
     p |= {"out": _pointer(out), "out_strides": _strides(out), "lse": _pointer(lse)}
     p |= {"dout": _pointer(dout), "dout_strides": _strides(dout)}
     p |= {"dlse": _pointer(x.dlse), "dlse_strides": _strides(x.dlse, last=False)}
@@ -101,10 +108,10 @@ def backward(kernels, x: Inputs, made: dict[str, torch.Tensor], room: int, deter
     workspace = torch.full((size + 64 + 256,), 255, dtype=torch.uint8)
     params.workspace = (workspace.data_ptr() + 255) // 256 * 256
     assert emulate(library.emulate_backward, params, x.q.dtype == torch.bfloat16, seed)
-    return {name: of_heads(x, gradient) for name, gradient in found.items()}
+    return {name: of_heads(x, gradient) for name, gradient in found.items()} | dbias
 
 
-def judge(kernels, case: Case, deterministic: bool = False) -> None:
+def judge(kernels, case: Case, deterministic: bool = False, need: str = "qkv") -> None:
     x = make_inputs(case)
     judged, room = Judge(x), 228 if max(x.q.shape[-1], x.v.shape[-1]) > 128 else ROOMS[case.seed % 3]
     rows = {n: y.resolve_neg() for n in ("q", "k", "v", "dout") if (y := getattr(x, n)) is not None}
@@ -113,7 +120,7 @@ def judge(kernels, case: Case, deterministic: bool = False) -> None:
         x = replace(x, mask=row_pitch.padded(x.mask))
     results = forward(kernels, x, room, case.seed)
     if x.dout is not None:
-        results |= backward(kernels, x, results, room, deterministic, case.seed)
+        results |= backward(kernels, x, results, room, deterministic, case.seed, need)
     judged.require(results)
 
 
@@ -123,6 +130,7 @@ KINDS = {
     "lower right": dict(causal=True, align="lower_right"),
     "window": dict(window=(40, 20)),
     "softcap": dict(softcap=7.0),
+    "softcap of the sum": dict(softcap=7.0, align="lower_right"),
     "scale too small to divide by": dict(scale=1e-7),
     "negative scale": dict(scale=-0.1),
     "pairs hidden": dict(mask_shape=(70, 150)),
@@ -143,11 +151,78 @@ def test_alibi_of_every_tile(kernels, dims, dtype, kind):
     given = KINDS[kind]
     variant = Variant(
         dtype, *dims, alibi=True, lse_grad=True, window="window" in given or "causal" in given,
-        softcap="softcap" in given, mask="mask_shape" in given, flipped=given.get("scale", 1) < 0,
+        softcap="softcap" in given, mask="mask_shape" in given, flipped=given.get("scale", 1) < 0, caps_bias=kind == "softcap of the sum",
     )  # fmt: skip
     case = Case(variant, sum(dims) // 32, lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=150, **given)
     for deterministic in (False, True):
         judge(kernels, case, deterministic)
+
+
+PAIRS = (2, 2, 70, 150)
+# Calls whose softcap bounds the bias.
+CAPPED = {
+    "every score": dict(bias_shape=PAIRS),
+    "every score, heads innermost": dict(bias_shape=PAIRS, bias_view="linear"),
+    "every score, at a pitch": dict(bias_shape=PAIRS, bias_view="padded"),
+    "shared": dict(bias_shape=(70, 150)),
+    "of keys, keys hidden": dict(bias_shape=(2, 1, 1, 150), mask_shape=(2, 1, 1, 150), mask_kind="keys"),
+    "of queries, pairs hidden": dict(bias_shape=(70, 1), mask_shape=(70, 150)),
+    "lower right": dict(bias_shape=PAIRS, causal=True, align="lower_right"),
+    "window, pairs hidden": dict(bias_shape=(1, 2, 70, 150), window=(40, 20), mask_shape=(2, 1, 70, 150)),
+    # A small softcap: hidden keys would have probabilities like those of others.
+    "-inf hides": dict(bias_shape=PAIRS, bias_holes=True, softcap=0.5),
+    "shared, -inf hides": dict(bias_shape=(70, 150), bias_holes=True, softcap=0.5),
+    "the lowest number does not hide": dict(bias_shape=PAIRS, bias_number="dtype_min"),
+    "no scale": dict(bias_shape=PAIRS, scale=0.0),
+    "no scale, shared, keys hidden": dict(bias_shape=(70, 150), scale=0.0, mask_shape=(2, 1, 1, 150), mask_kind="keys"),
+    "negative scale": dict(bias_shape=(70, 150), scale=-0.1),
+    "scale too small to divide by": dict(bias_shape=PAIRS, scale=1e-7),
+}
+
+
+def capped_case(dims, dtype, kind, **others) -> Case:
+    given = CAPPED[kind]
+    variant = Variant(
+        dtype, *dims, bias="pair", bias_grad=True, bias_float=others.pop("bias_float", False), softcap=True, caps_bias=True, lse_grad=True,
+        window="window" in given or "causal" in given, mask="mask_shape" in given, flipped=given.get("scale", 1) <= 0,
+        dropout="dropout_p" in others,
+    )  # fmt: skip
+    sizes = dict(lead=(2,), heads_k=1, group=2, seq_q=70, seq_k=150, softcap=3.0)
+    return Case(variant, sum(dims) // 32, **(sizes | given | others))
+
+
+@pytest.mark.parametrize("kind", CAPPED)
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [*((dims, ("bfloat16", "float16")[dims[0] % 64 != 0]) for dims in (*DIMS, (36, 20)))]
+    + [(dims, "float32") for dims in ((16, 16), (32, 20), (64, 64), (128, 128))],
+)
+def test_softcap_of_biased_scores(kernels, dims, dtype, kind):
+    """Biases of every shape, and both ways to dq."""
+    for bias_float in (False, True)[: 1 + (dtype != "float32")]:
+        judge(kernels, capped_case(dims, dtype, kind, bias_float=bias_float), deterministic=bias_float)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("kind", ("every score", "shared", "-inf hides"))
+def test_some_gradients_of_biased_scores(kernels, kind, dtype):
+    """dq and dbias alone: the kernels of queries, and that of the bias."""
+    x = make_inputs(capped_case((64, 64), dtype, kind))
+    made = forward(kernels, x, 164, 0)
+    every = backward(kernels, x, made, 164, True, 0)
+    some = backward(kernels, x, made, 164, True, 0, need="q")
+    Judge(x).require(made | every | some)
+
+
+@pytest.mark.parametrize("sizes", ((20, 30), (70, 32), (70, 150), (300, 200)))
+@pytest.mark.parametrize("own", (True, False), ids=("every score", "shared"))
+def test_biased_scores_of_short_rows_of_keys(kernels, sizes, own):
+    """The fp32 backward in one pass."""
+    for dims in ((16, 16), (32, 32)):
+        variant = Variant("float32", *dims, bias="pair", bias_grad=True, softcap=True, caps_bias=True, mask=True)
+        shapes = dict(bias_shape=(2, 2, *sizes) if own else sizes, mask_shape=sizes, bias_holes=own)
+        case = Case(variant, 2, lead=(2,), heads_k=2, seq_q=sizes[0], seq_k=sizes[1], softcap=0.5, **shapes)
+        judge(kernels, case)
 
 
 @pytest.mark.parametrize("causal", (False, True))
@@ -186,11 +261,12 @@ def test_slopes_of_any_sign_and_size(kernels, dtype, dims):
 @pytest.mark.parametrize("part", range(3))
 def test_generated_calls(kernels, part):
     pool = [
-        Variant(dtype, *dims, alibi=True, window=window, mask=mask, lse_grad=mask, softcap=window and mask)
+        Variant(dtype, *dims, alibi=True, window=window, mask=mask, lse_grad=mask, softcap=capped, caps_bias=capped)
         for dtype in ("bfloat16", "float16", "float32")
         for dims in ((40, 64), *DIMS[:4])
         for window in (False, True)
         for mask in (False, True)
+        for capped in (False, True)
     ]
     for case in generate(70 + part, 8, pool, score_limit=1 << 15):
         x = make_inputs(case)
@@ -208,6 +284,22 @@ FAULTS = {
         "(p.lower_right != 0 ? keys - queries : 0)",
         "0",
     ),
+    "a cap before the bias": (
+        "../sm80/bwd/bias_mask_kernel.cuh",
+        "if (capped == (turn != 0))",
+        "if (turn == 0)",
+    ),
+    "a cap before the bias, in the forward": (
+        "../sm80/fwd/bias_mask_kernel.cuh",
+        "const bool capped = p.bias_mask.capped != 0;",
+        "const bool capped = false;",
+    ),
+    "a bias gradient without the slope": (
+        "../sm80/dbias/kernel.cuh",
+        "if (capped) dp[",
+        "if (false) dp[",
+    ),
+    "what -inf hides is capped": ("../core/score_mod.cuh", "hides && x == -INFINITY ? x : ", ""),
     "the slope of the next sequence": ("../core/alibi.cuh", "(segment - 1) * p", "(segment % num_seqs) * p"),
 }
 
@@ -222,4 +314,6 @@ def test_faults_are_found(tmp_path, fault):
     variant = Variant("bfloat16", 64, 64, alibi=True, window=causal, varlen=packed)
     sizes = dict(lens_q=(33, 40), lens_k=(40, 90)) if packed else dict(lead=(2,), seq_q=70, seq_k=150)
     case = Case(variant, heads_k=2, causal=causal, align="lower_right", **sizes)
+    if "cap" in fault or "bias gradient" in fault:
+        case = capped_case((64, 64), "bfloat16", "-inf hides" if "-inf" in fault else "shared")
     assert is_found(lambda seed: judge(lambda dtype: library, replace(case, seed=seed)), range(12))

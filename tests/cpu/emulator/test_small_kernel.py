@@ -45,10 +45,11 @@ def common(x: Inputs, room: int) -> dict:
     mask = None if x.mask is None else x.mask.view(torch.uint8)
     bias = x.bias if x.key_weight is None else x.key_weight.unsqueeze(-2)
     kind_of_bias = 2 if x.key_weight is not None else int(bias is not None and bias.dtype == torch.float32)
+    capped = int(x.options.get("softcap_at") == "biased" and x.bias is not None)
     scale = x.options.get("scale")
     return dict(
         q=_pointer(q), k=_pointer(k), v=_pointer(v), q_strides=_strides(q), k_strides=_strides(k), v_strides=_strides(v),
-        bias_mask=BiasMask(_pointer(bias), _pointer(mask), _score_strides(bias), _score_strides(mask), kind_of_bias),
+        bias_mask=BiasMask(_pointer(bias), _pointer(mask), _score_strides(bias), _score_strides(mask), kind_of_bias, capped),
         batch0=batch0, batch1=batch1, heads_q=heads_q, heads_k=k.shape[-3] if k.dim() > 2 else 1, seq_q=seq_q, seq_k=k.shape[-2],
         head_dim=head_dim, head_dim_v=v.shape[-1], scale=head_dim**-0.5 if scale is None else scale, softcap=x.options.get("softcap") or 0.0,
         window_left=unbounded(left), window_right=unbounded(right), lower_right=int(x.options.get("align") == "lower_right"),

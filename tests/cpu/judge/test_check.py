@@ -379,7 +379,7 @@ def test_heads_wider_than_others_are_drawn_in_both_forms(seed):
     cases = planning.wide_cases(600, seed, "cuda")
     assert {(c.variant.head_dim, c.variant.head_dim_v) for c in cases} == set(planning.WIDE)
     single = [c for c in cases if c.variant.dtype == "float32" and c.seq_q * c.seq_k]
-    held = [c for c in single if tilings.is_wide((c.variant.head_dim, c.variant.head_dim_v), c.seq_q, c.seq_k)]
+    held = [c for c in single if tilings.is_wide((c.variant.head_dim, c.variant.head_dim_v), c.seq_q, c.seq_k, c.group)]
     assert len(held) > 200 and len(single) - len(held) > 50 and len(cases) > len(single)
     for feature in (
         "bias_grad",

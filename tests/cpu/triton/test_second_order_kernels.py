@@ -234,10 +234,14 @@ WIDE = {
 
 @pytest.mark.parametrize("name", quick_first(WIDE, QUICK & set(WIDE)))
 def test_wide_heads(name, monkeypatch):
+    """In one section, a few, or one for each key head."""
+    from flashsci.backends.triton import tilings
     from flashsci.backends.triton.plans.dense import plan
     from flashsci.backends.triton.plans.wide import Wide
 
     plan.cache_clear()  # plans made before keep the methods of then
+    monkeypatch.setattr(tilings, "FEW_SCORES", (1 << 12, 1, 1 << 24)[list(WIDE).index(name) % 3])
+    monkeypatch.setattr(tilings, "is_wide", lambda dims, *sizes: max(dims) > 128)
     served = []
     for what in ("forward", "backward", "tangents", "double_backward"):
         honest = getattr(Wide, what)
@@ -246,7 +250,53 @@ def test_wide_heads(name, monkeypatch):
     judge = Judge(replace(make_inputs(WIDE[name]), twice=not WIDE[name].variant.gate))
     with poisoned_memory():
         judge.require(evaluate(judge.inputs, "triton"))
+    plan.cache_clear()
     assert len(set(served)) == 4 or name.endswith(("no keys", "no queries"))
+
+
+NARROW = {
+    name: replace(x, variant=replace(x.variant, dtype="float32", head_dim=24, head_dim_v=40))
+    for name, x in [(n, x) for n, x in CASES.items() if not (x.variant.varlen or x.variant.gate)][::2]
+}
+
+
+@pytest.mark.parametrize("name", quick_first(NARROW, QUICK & set(NARROW)))
+def test_the_second_order_alone_holds_scores(name, monkeypatch):
+    from flashsci.backends.triton import tilings
+    from flashsci.backends.triton.plans.dense import plan
+    from flashsci.backends.triton.plans.wide import Wide
+
+    plan.cache_clear()
+    monkeypatch.setattr(tilings, "FEW_SCORES", 1 << 12)
+    monkeypatch.setattr(tilings, "holds_second_order", lambda *given: True)
+    monkeypatch.setattr(tilings, "double_backward_small_config", lambda *given: None)
+    served = []
+    honest = Wide.double_backward
+    monkeypatch.setattr(Wide, "double_backward", lambda *a, **k: served.append(name) or honest(*a, **k))
+    judge = Judge(replace(make_inputs(NARROW[name]), twice=True))
+    with poisoned_memory():
+        judge.require(evaluate(judge.inputs, "triton"))
+    plan.cache_clear()
+    # Loads of the rows of this bias extend beyond its keys.
+    assert served or name == "transposed bias" or name.endswith(("no keys", "no queries"))
+
+
+@pytest.mark.parametrize(
+    "lead, heads_k, group, scores", [((3, 5), 4, 2, 100), ((7, 1), 3, 1, 60), ((1, 6), 8, 4, 50), ((1, 1), 1, 1, 5)]
+)
+@pytest.mark.parametrize("most", (1, 250, 1000, 4321, 1 << 24))
+def test_sections_cover_each_head_once(lead, heads_k, group, scores, most, monkeypatch):
+    from flashsci.backends.triton import tilings
+    from flashsci.backends.triton.plans.wide import sections_of
+
+    monkeypatch.setattr(tilings, "FEW_SCORES", most)
+    places = torch.arange(lead[0] * lead[1] * heads_k * group).view(*lead, heads_k * group)
+    parts = sections_of(lead, heads_k, group, scores)
+    for part in parts:
+        heads = places[part.box].flatten()
+        assert heads.tolist() == list(range(part.first * group, (part.first + part.count) * group))
+        assert part.count == 1 or part.count * group * scores <= most
+    assert torch.cat([places[part.box].flatten() for part in parts]).equal(places.flatten())
 
 
 @pytest.mark.parametrize("part", quick_first(range(6), {0}))

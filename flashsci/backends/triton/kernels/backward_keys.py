@@ -26,18 +26,7 @@ from .coord import flat_row, key_tile, member, query_range
 from .dropout import drop, dropout_keep
 from .gate import gate_of, gated
 from .kernel import kernel
-from .scores import (
-    PLANE,
-    alibi_of,
-    bias_of,
-    load_row,
-    load_weights,
-    mask_of,
-    of_addends,
-    of_products,
-    probabilities,
-    scores,
-)
+from .scores import PLANE, addends_of, load_row, load_weights, of_addends, of_products, probabilities, scores
 from .tiles import queries_of, query_step, query_steps
 
 
@@ -96,21 +85,16 @@ def dkdv_tile_of(
         statistics = flat_row(at.b, head.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
         q_head = rows_of(inputs.q, strides.q, at, head.h, span.start_q, D.VECTOR)
         dout_head = rows_of(dout, dout_strides, at, head.h, span.start_q, V.VECTOR)
-        bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
-        mask = mask_of(inputs, strides, head, span, F)
         lists = queries_of(j0, head, span, inputs, strides, F.TILES)
         steps = query_steps(lists, edges, BLOCK_M, F.TILES)
-        alibi = alibi_of(inputs, strides, head, sizes, F)
+        added = addends_of(inputs, strides, head, span, sizes, F)
         of_head = gate_of(gate, gate_strides, head, span, GATE_VECTOR)
         sums = tl.zeros([BLOCK_N], tl.float32)
 
         for part in tl.static_range(FIRST, LAST):
             # Rows are checked in any case: without a left side of the window, the last rows are in part 1.
-            for start in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
-                seen = mask
-                if F.TILES:
-                    start, seen = query_step(lists, edges, start, j0, BLOCK_M, F.TILES)
-                start = tl.multiple_of(start, BLOCK_M)
+            for step in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
+                start, here = query_step(added, lists, edges, tl.multiple_of(step, STEP), j0, BLOCK_M, F.TILES)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start
                 inside = i < span.len_q
@@ -119,10 +103,7 @@ def dkdv_tile_of(
                 s = score_chunks(q_rows, k_rows, None, PRECISION, TRANSPOSED)
                 # Rows beyond the queries have reference +inf, too: probability 0.
                 row_reference = load_row(reference + statistics + i, inside, float("inf"), TRANSPOSED)
-                s, slope = scores(
-                    s, i, j, bias, seen, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
-                )
-                row_reference = row_reference[None, :] if TRANSPOSED else row_reference[:, None]
+                s, slope = scores(s, i, j, here, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED)
                 p, bare = probabilities(s, row_reference, weights, mod.scale, FOLD, TRANSPOSED)
                 dout_tile = row_pointer(dout_head, dout_strides, start, V.VECTOR)
                 dout_rows = load_chunks(dout_tile, dout_strides, rows_left, sizes.head_dim_v, BLOCK_M, V, True)

@@ -25,17 +25,7 @@ from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
 from .gate import gated
 from .kernel import kernel
-from .scores import (
-    alibi_of,
-    bias_of,
-    load_weights,
-    mask_of,
-    of_addends,
-    of_products,
-    probabilities,
-    scores,
-    store_plane,
-)
+from .scores import addends_of, bias_of, load_weights, of_addends, of_products, probabilities, scores, store_plane
 from .tiles import key_step, key_steps, keys_of
 
 # The use of dS, in addition to dq and dk: stored unchanged (the bias has every dim), or summed over keys or queries, or
@@ -83,10 +73,8 @@ def dq_tile_of(
     v_head = rows_of(inputs.v, strides.v, at, at.hk, span.start_k, V.VECTOR)
     if BIAS_GRADIENT == STORE:
         dbias = bias_of(dbias, dbias_strides, at, span, inputs, sizes, DBIAS_VECTOR, F)
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
     lists = keys_of(i0, at, span, inputs, strides, F.TILES)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
+    added = addends_of(inputs, strides, at, span, sizes, F)
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
     dout_rows = load_rows(dout, dout_strides, at, at.h, row, rows_left, sizes.head_dim_v, BLOCK_M, V)
     row_reference = tl.load(reference + first + i, mask=i < span.len_q, other=float("inf"))
@@ -99,11 +87,8 @@ def dq_tile_of(
     FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
     STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
     for part in tl.static_range(FIRST, 3):
-        for start in tl.range(steps[part], steps[part + 1], STEP):
-            seen = mask
-            if F.TILES:
-                start, seen = key_step(lists, edges, start, i0, BLOCK_N, F.TILES)
-            start = tl.multiple_of(start, BLOCK_N)
+        for step in tl.range(steps[part], steps[part + 1], STEP):
+            start, here = key_step(added, lists, edges, tl.multiple_of(step, STEP), i0, BLOCK_N, F.TILES)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
             k_tile = row_pointer(k_head, strides.k, start, D.VECTOR)
@@ -112,11 +97,9 @@ def dq_tile_of(
             v_rows = load_chunks(v_tile, strides.v, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
-            s, slope = scores(
-                s, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
-            )
+            s, slope = scores(s, i, j, here, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False)
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
-            p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
+            p, _bare = probabilities(s, row_reference, weights, mod.scale, FOLD, False)
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
             dp = drop(dp, keep, mod)
             if dgate is not None:

@@ -26,6 +26,7 @@ from .coord import Span, flat_row, member, whole_sequence
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import (
+    addends,
     alibi_of,
     bias_of,
     load_weights,
@@ -132,10 +133,9 @@ def head_scores(
     row_delta = tl.where(row_lse == float("-inf"), 0.0, row_delta)
     row_reference = reference_of(row_lse, FOLD)
 
-    mask = mask_of(inputs, strides, at, span, F)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
-    s, slope = scores(s, i, i, bias, mask, alibi, span, mod, F, FOLD, True, F.WINDOW, False)
-    p, bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
+    added = addends(bias, mask_of(inputs, strides, at, span, F), alibi_of(inputs, strides, at, sizes, F))
+    s, slope = scores(s, i, i, added, span, mod, F, FOLD, True, F.WINDOW, False)
+    p, bare = probabilities(s, row_reference, weights, mod.scale, FOLD, False)
     keep = dropout_keep(inputs, at, sizes, 0, 0, mod, F, BLOCK, BLOCK, False)
     kept = drop(p, keep, mod)
     dp = drop(dp, keep, mod)

@@ -15,6 +15,7 @@ from .coord import HeadCoord, Span, flat_row, shift_of, varlen_rows, varlen_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import (
+    addends,
     alibi_of,
     bias_of,
     load_plane,
@@ -76,13 +77,13 @@ def bias_gradient_kernel(
             mask = mask_of(inputs, strides, at, span, F)
             if F.TILES:
                 _some, mask = tile_at(i0, j0, at, span, inputs, strides, F.TILES, F.WINDOW)
-            alibi = alibi_of(inputs, strides, at, sizes, F)
+            added = addends(bias_values, mask, alibi_of(inputs, strides, at, sizes, F))
             # Columns beyond the keys hold any values, and are not stored.
-            s, slope = scores(s, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)
+            s, slope = scores(s, i, j, added, span, mod, F, FOLD, False, F.WINDOW, False)
             row_reference = tl.load(reference + first_row + i, mask=inside, other=float("inf"))
             row_delta = tl.load(delta + first_row + i, mask=inside, other=0.0)
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
-            p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
+            p, _bare = probabilities(s, row_reference, weights, mod.scale, FOLD, False)
             keep = dropout_keep(inputs, at, sizes, i0, j0, mod, F, BLOCK_M, BLOCK_N, False)
             dp = drop(dp, keep, mod)
             total += of_addends(p * (dp - row_delta[:, None]), slope, F)

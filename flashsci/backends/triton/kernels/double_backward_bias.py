@@ -13,6 +13,7 @@ from .coord import flat_row
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .scores import (
+    addends,
     alibi_of,
     bias_of,
     load_plane,
@@ -76,14 +77,14 @@ def double_backward_bias_kernel(
             mask = mask_of(inputs, strides, at, span, F)
             if F.TILES:
                 _some, mask = tile_at(i0, j0, at, span, inputs, strides, F.TILES, F.WINDOW)
-            alibi = alibi_of(inputs, strides, at, sizes, F)
+            added = addends(bias_values, mask, alibi_of(inputs, strides, at, sizes, F))
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             # Columns beyond the keys hold any values, and are not stored.
-            s, slope = scores(products, i, j, bias_values, mask, alibi, span, mod, F, FOLD, False, F.WINDOW, False)
+            s, slope = scores(products, i, j, added, span, mod, F, FOLD, False, F.WINDOW, False)
             row_lse = tl.load(lse + position, mask=inside, other=float("-inf"))
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
-            reference = reference_of(row_lse, FOLD)[:, None]
+            reference = reference_of(row_lse, FOLD)
             p, bare = probabilities(s, reference, weights, mod.scale, FOLD, False)
             t, raw_t = tangent_scores(
                 products, q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, span, mod, F,

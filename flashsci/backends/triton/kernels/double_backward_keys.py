@@ -24,18 +24,8 @@ from .coord import flat_row, key_tile, member, query_range
 from .dropout import drop, dropout_keep
 from .gate import gate_of, gate_tile, times, times_tangent
 from .kernel import kernel
-from .scores import (
-    PLANE,
-    alibi_of,
-    bias_of,
-    load_row,
-    load_weights,
-    mask_of,
-    probabilities,
-    reference_of,
-    scores,
-)
-from .tangents import add_moved, along_rows, second_order, softcap_bend, tangent_scores
+from .scores import PLANE, addends_of, along_rows, bias_of, load_row, load_weights, probabilities, reference_of, scores
+from .tangents import add_moved, second_order, softcap_bend, tangent_scores
 from .tiles import queries_of, query_step, query_steps
 
 
@@ -98,22 +88,17 @@ def second_order_keys_of(
         q_head = rows_of(inputs.q, strides.q, at, head.h, span.start_q, D.VECTOR)
         dout_head = rows_of(dout, dout_strides, at, head.h, span.start_q, V.VECTOR)
         tq_head = rows_of(tangents.q, tangent_strides.q, at, head.h, span.start_q, D.VECTOR)
-        bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
-        tbias = bias_of(tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F)
-        mask = mask_of(inputs, strides, head, span, F)
         lists = queries_of(j0, head, span, inputs, strides, F.TILES)
         steps = query_steps(lists, edges, BLOCK_M, F.TILES)
-        alibi = alibi_of(inputs, strides, head, sizes, F)
+        added = addends_of(inputs, strides, head, span, sizes, F)
+        tbias = bias_of(tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F)
         of_head = gate_of(gate, gate_strides, head, span, GATE_VECTOR)
         along_head = gate_of(tgate, tgate_strides, head, span, TGATE_VECTOR)
         sums = tl.zeros([BLOCK_N], tl.float32)
 
         for part in tl.static_range(FIRST, LAST):
-            for start in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
-                seen = mask
-                if F.TILES:
-                    start, seen = query_step(lists, edges, start, j0, BLOCK_M, F.TILES)
-                start = tl.multiple_of(start, BLOCK_M)
+            for step in tl.range(steps[part], steps[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
+                start, here = query_step(added, lists, edges, tl.multiple_of(step, STEP), j0, BLOCK_M, F.TILES)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start
                 inside = i < span.len_q
@@ -123,11 +108,11 @@ def second_order_keys_of(
                 dout_rows = load_from(dout_head, dout_strides, start, rows_left, sizes.head_dim_v, BLOCK_M, V, True)
                 products = score_chunks(q_rows, k_rows, None, PRECISION, TRANSPOSED)
                 s, slope = scores(
-                    products, i, j, bias, seen, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
+                    products, i, j, here, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
                 )  # fmt: skip
                 # Rows beyond the queries count as rows without keys: probability 0.
                 row_lse = load_row(lse + position, inside, float("-inf"), TRANSPOSED)
-                reference = along_rows(reference_of(row_lse, FOLD), TRANSPOSED)
+                reference = reference_of(row_lse, FOLD)
                 p, bare = probabilities(s, reference, weights, mod.scale, FOLD, TRANSPOSED)
                 t, raw_t = tangent_scores(
                     products, q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, span, mod, F,

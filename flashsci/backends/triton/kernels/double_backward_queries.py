@@ -24,16 +24,7 @@ from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
 from .gate import gate_tile, times, times_tangent
 from .kernel import kernel
-from .scores import (
-    alibi_of,
-    bias_of,
-    load_weights,
-    mask_of,
-    probabilities,
-    reference_of,
-    scores,
-    store_plane,
-)
+from .scores import addends_of, bias_of, load_weights, probabilities, reference_of, scores, store_plane
 from .tangents import add_moved, second_order, softcap_bend, tangent_scores
 from .tiles import key_step, key_steps, keys_of
 
@@ -71,13 +62,11 @@ def second_order_queries_of(
     rows_left = span.len_q - i0
     position = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN) + i
     inside = i < span.len_q
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
+    lists = keys_of(i0, at, span, inputs, strides, F.TILES)
+    added = addends_of(inputs, strides, at, span, sizes, F)
     tbias = bias_of(tangents.bias, tangent_strides.bias, at, span, inputs, sizes, TBIAS_VECTOR, F)
     if BIAS_GRADIENT == STORE:
         gbias = bias_of(gbias, gbias_strides, at, span, inputs, sizes, GBIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
-    lists = keys_of(i0, at, span, inputs, strides, F.TILES)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
     tq_rows = load_rows(tangents.q, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
@@ -99,23 +88,18 @@ def second_order_queries_of(
     FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
     STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
     for part in tl.static_range(FIRST, 3):
-        for start in tl.range(steps[part], steps[part + 1], STEP):
-            seen = mask
-            if F.TILES:
-                start, seen = key_step(lists, edges, start, i0, BLOCK_N, F.TILES)
-            start = tl.multiple_of(start, BLOCK_N)
+        for step in tl.range(steps[part], steps[part + 1], STEP):
+            start, here = key_step(added, lists, edges, tl.multiple_of(step, STEP), i0, BLOCK_N, F.TILES)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
             k_rows = load_from(k_head, strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             tk_rows = load_from(tk_head, tangent_strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             v_rows = load_from(v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
-            s, slope = scores(
-                products, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
-            )
+            s, slope = scores(products, i, j, here, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False)
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
-            p, bare = probabilities(s, reference[:, None], weights, mod.scale, FOLD, False)
+            p, bare = probabilities(s, reference, weights, mod.scale, FOLD, False)
             t, raw_t = tangent_scores(
                 products, q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, span, mod, F,
                 TBIAS, TBIAS_VECTOR, PRECISION, False,

@@ -25,16 +25,7 @@ from .chunks import (
 from .coord import flat_row, member, whole_sequence
 from .dropout import drop, dropout_keep
 from .kernel import kernel
-from .scores import (
-    alibi_of,
-    bias_of,
-    load_weights,
-    mask_of,
-    probabilities,
-    reference_of,
-    scores,
-    store_plane,
-)
+from .scores import addends_of, bias_of, load_weights, probabilities, reference_of, scores, store_plane
 from .tangents import add_moved, second_order, softcap_bend, tangent_scores
 
 
@@ -91,15 +82,13 @@ def double_backward_small_kernel(
         )
         dout_rows = load_rows(dout, dout_strides, at, head.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V)
         out_rows = load_rows(out, out_strides, at, head.h, span.start_q, span.len_q, sizes.head_dim_v, BLOCK, V)
-        bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
+        added = addends_of(inputs, strides, head, span, sizes, F)
         tbias = bias_of(tangents.bias, tangent_strides.bias, head, span, inputs, sizes, TBIAS_VECTOR, F)
-        mask = mask_of(inputs, strides, head, span, F)
-        alibi = alibi_of(inputs, strides, head, sizes, F)
 
         products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK, BLOCK]
-        s, slope = scores(products, i, i, bias, mask, alibi, span, mod, F, FOLD, True, F.WINDOW, False)
+        s, slope = scores(products, i, i, added, span, mod, F, FOLD, True, F.WINDOW, False)
         row_lse = tl.load(lse + position, mask=inside, other=float("-inf"))
-        reference = reference_of(row_lse, FOLD)[:, None]
+        reference = reference_of(row_lse, FOLD)
         p, bare = probabilities(s, reference, weights, mod.scale, FOLD, False)
         t, raw_t = tangent_scores(
             products, q_rows, k_rows, tq_rows, tk_rows, slope, i, i, tbias, span, mod, F,

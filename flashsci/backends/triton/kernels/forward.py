@@ -27,18 +27,7 @@ from .coord import flat_row, key_range, query_tile
 from .dropout import drop_unscaled, dropout_keep
 from .gate import gated
 from .kernel import kernel
-from .scores import (
-    HUGE,
-    LN2,
-    LOG2E,
-    alibi_of,
-    bias_of,
-    exponential,
-    load_weights,
-    mask_of,
-    scores,
-    weighted_scores,
-)
+from .scores import HUGE, LN2, LOG2E, addends_of, exponential, load_weights, scores, weighted_scores
 from .tiles import key_step, key_steps, keys_of
 
 AGAIN_N = tl.constexpr(32)  # key tiles of a second computation; tiles of 16 cost the kernel 20 registers (D 64)
@@ -104,10 +93,8 @@ def attend(
     i = i0 + tl.arange(0, BLOCK_M)
     k_head = rows_of(inputs.k, strides.k, at, at.hk, span.start_k, D.VECTOR)
     v_head = rows_of(inputs.v, strides.v, at, at.hk, span.start_k, V.VECTOR)
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
     lists = keys_of(i0, at, span, inputs, strides, F.TILES)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
+    added = addends_of(inputs, strides, at, span, sizes, F)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(BLOCK_M, V)
@@ -117,20 +104,15 @@ def attend(
     FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
     STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
     for part in tl.static_range(2 if AGAIN else FIRST, 3):
-        for start in tl.range(steps[0 if AGAIN else part], steps[part + 1], STEP, num_stages=1 if AGAIN else None):
-            seen = mask
-            if F.TILES:
-                start, seen = key_step(lists, edges, start, i0, BLOCK_N, F.TILES)
-            start = tl.multiple_of(start, BLOCK_N)
+        for step in tl.range(steps[0 if AGAIN else part], steps[part + 1], STEP, num_stages=1 if AGAIN else None):
+            start, here = key_step(added, lists, edges, tl.multiple_of(step, STEP), i0, BLOCK_N, F.TILES)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
             k_tile = row_pointer(k_head, strides.k, start, D.VECTOR)
             v_tile = row_pointer(v_head, strides.v, start, V.VECTOR)
             k_rows = load_chunks(k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
-            s, _slope = scores(
-                s, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
-            )
+            s, _slope = scores(s, i, j, here, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False)
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
             s = weighted_scores(s, weights)
 

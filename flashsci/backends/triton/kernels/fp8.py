@@ -30,7 +30,7 @@ from .chunks import (
 )
 from .coord import flat_row, key_range, query_tile
 from .kernel import kernel
-from .scores import LN2, LOG2E, scores
+from .scores import LN2, LOG2E, addends, scores
 
 LARGEST_P = tl.constexpr(8.0)  # log2 of it; the largest e4m3 is 448
 
@@ -138,7 +138,7 @@ def attend(
             k_rows = load_chunks(k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             of_tile = (factor * scale_of(k_first, sizes.k_scale, start))[:, None]
             s, _slope = scores(
-                score_products(q_rows, k_rows), i, j, None, None, None, span,
+                score_products(q_rows, k_rows), i, j, addends(None, None, None), span,
                 FP8Mod(of_tile, mod.softcap, mod.left, mod.right, mod.lower_right), F, False, part != 1,
                 0 if part == 1 else F.WINDOW, False,
             )  # fmt: skip

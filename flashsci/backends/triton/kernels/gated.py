@@ -19,17 +19,7 @@ from .dropout import drop, dropout_keep
 from .forward import AGAIN_N, attend, finish
 from .gate import gate_of, gated, pair_step, store_sums
 from .kernel import kernel
-from .scores import (
-    LN2,
-    alibi_of,
-    bias_of,
-    dense_plane,
-    load_weights,
-    mask_of,
-    of_addends,
-    probabilities,
-    scores,
-)
+from .scores import LN2, addends_of, dense_plane, load_weights, of_addends, probabilities, scores
 
 
 @kernel
@@ -139,14 +129,12 @@ def pair_sums_kernel(
         v_rows = load_rows(inputs.v, strides.v, at, at.hk, j0, columns_left, sizes.head_dim_v, BLOCK_N, V)
         products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
         dp = score_chunks(dout_rows, v_rows, None, PRECISION, False)
-        bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
-        mask = mask_of(inputs, strides, at, span, F)
-        alibi = alibi_of(inputs, strides, at, sizes, F)
+        added = addends_of(inputs, strides, at, span, sizes, F)
         # With COLUMNS those beyond the keys hold any values, and are not stored.
-        s, slope = scores(products, i, j, bias, mask, alibi, span, mod, F, FOLD, not COLUMNS, F.WINDOW, False)
+        s, slope = scores(products, i, j, added, span, mod, F, FOLD, not COLUMNS, F.WINDOW, False)
         row_reference = tl.load(reference + position, mask=inside, other=float("inf"))
         weights = load_weights(inputs.weight, strides.weight, at, span, j)
-        p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
+        p, _bare = probabilities(s, row_reference, weights, mod.scale, FOLD, False)
         keep = dropout_keep(inputs, at, sizes, i0, j0, mod, F, BLOCK_M, BLOCK_N, False)
         dp = drop(dp, keep, mod)
         if OF_GATE:

@@ -19,16 +19,7 @@ from .dropout import drop, dropout_keep
 from .gate import gate_of, gate_tile, pair_step, store_sums, times, times_tangent
 from .jvp import jvp_tile_of
 from .kernel import kernel
-from .scores import (
-    alibi_of,
-    bias_of,
-    dense_plane,
-    load_weights,
-    mask_of,
-    probabilities,
-    reference_of,
-    scores,
-)
+from .scores import addends_of, bias_of, dense_plane, load_weights, probabilities, reference_of, scores
 from .tangents import second_order, softcap_bend, tangent_scores
 
 
@@ -131,16 +122,14 @@ def second_order_pair_sums_kernel(
         dout_rows = load_rows(dout, dout_strides, at, at.h, i0, rows_left, sizes.head_dim_v, BLOCK_M, V)
         v_rows = load_rows(inputs.v, strides.v, at, at.hk, j0, columns_left, sizes.head_dim_v, BLOCK_N, V)
         products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
-        bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
+        added = addends_of(inputs, strides, at, span, sizes, F)
         tbias = bias_of(tangents.bias, tangent_strides.bias, at, span, inputs, sizes, TBIAS_VECTOR, F)
-        mask = mask_of(inputs, strides, at, span, F)
-        alibi = alibi_of(inputs, strides, at, sizes, F)
         # With COLUMNS those beyond the keys hold any values, and are not stored.
-        s, slope = scores(products, i, j, bias, mask, alibi, span, mod, F, FOLD, not COLUMNS, F.WINDOW, False)
+        s, slope = scores(products, i, j, added, span, mod, F, FOLD, not COLUMNS, F.WINDOW, False)
         row_lse = tl.load(lse + position, mask=inside, other=float("-inf"))
         weights = load_weights(inputs.weight, strides.weight, at, span, j)
         tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
-        p, bare = probabilities(s, reference_of(row_lse, FOLD)[:, None], weights, mod.scale, FOLD, False)
+        p, bare = probabilities(s, reference_of(row_lse, FOLD), weights, mod.scale, FOLD, False)
         t, raw_t = tangent_scores(
             products, q_rows, k_rows, tq_rows, tk_rows, slope, i, j, tbias, span, mod, F,
             TBIAS, TBIAS_VECTOR, PRECISION, False,

@@ -139,8 +139,9 @@ class ProductStrides(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One product for each head of a result, see wide_products.py."""
+    """One product for each head of a section of a result, see wide_products.py."""
 
+    first: int  # head of the section, of the result's over all batch members
     batch1: int  # the inner one of two batch dims
     heads: int  # of the result
     members: int  # heads of `a` that are summed for one of the result
@@ -158,6 +159,7 @@ class Operand(NamedTuple):
 
     TURNED: bool  # transposed: neighbours are rows of the product's matrix
     PADDED: bool  # neighbours end within a tile
+    LOCAL: bool  # scores, which are in memory for a section's heads alone
     VECTOR: int  # strides and rows are multiples of it
 
 

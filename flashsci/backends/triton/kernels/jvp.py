@@ -28,7 +28,7 @@ from .coord import flat_row, key_range, query_tile
 from .dropout import drop, dropout_keep
 from .gate import gate_tile, times
 from .kernel import kernel
-from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
+from .scores import addends_of, bias_of, load_weights, probabilities, reference_of, scores
 from .tangents import add_moved, tangent_scores
 from .tiles import key_step, key_steps, keys_of
 
@@ -66,11 +66,9 @@ def jvp_tile_of(
     rows_left = span.len_q - i0
     position = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN) + i
     inside = i < span.len_q
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
-    tbias = bias_of(tangents.bias, tangent_strides.bias, at, span, inputs, sizes, TBIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
     lists = keys_of(i0, at, span, inputs, strides, F.TILES)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
+    added = addends_of(inputs, strides, at, span, sizes, F)
+    tbias = bias_of(tangents.bias, tangent_strides.bias, at, span, inputs, sizes, TBIAS_VECTOR, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
     tq_rows = load_rows(tangents.q, tangent_strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
@@ -93,21 +91,18 @@ def jvp_tile_of(
     SWEEPS: tl.constexpr = 1 if tangents.weight is None else 2
     for sweep in tl.static_range(0, SWEEPS):
         for part in tl.static_range(FIRST, 3):
-            for start in tl.range(steps[part], steps[part + 1], STEP):
-                seen = mask
-                if F.TILES:
-                    start, seen = key_step(lists, edges, start, i0, BLOCK_N, F.TILES)
-                start = tl.multiple_of(start, BLOCK_N)
+            for step in tl.range(steps[part], steps[part + 1], STEP):
+                start, here = key_step(added, lists, edges, tl.multiple_of(step, STEP), i0, BLOCK_N, F.TILES)
                 j = start + tl.arange(0, BLOCK_N)
                 keys_left = span.len_k - start
                 k_rows = load_from(k_head, strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
                 products = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
                 s, slope = scores(
-                    products, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                    products, i, j, here, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
                 )  # fmt: skip
                 weights = load_weights(inputs.weight, strides.weight, at, span, j)
                 tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
-                p, bare = probabilities(s, reference[:, None], weights, mod.scale, FOLD, False)
+                p, bare = probabilities(s, reference, weights, mod.scale, FOLD, False)
                 keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
                 kept = drop(p, keep, mod)
                 factor = gate_tile(gate, i, j, span, GATE_VECTOR, False)

@@ -30,11 +30,10 @@ from .kernel import kernel
 from .many_jvp import direction_of
 from .scores import (
     PLANE,
-    alibi_of,
+    addends_of,
     bias_of,
     load_row,
     load_weights,
-    mask_of,
     of_addends,
     of_products,
     probabilities,
@@ -86,10 +85,8 @@ def many_dq_kernel(
     rows_left = span.len_q - i0
     position = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN) + i
     inside = i < span.len_q
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
     lists = keys_of(i0, at, span, inputs, strides, F.TILES)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
+    added = addends_of(inputs, strides, at, span, sizes, F)
 
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, rows_left, sizes.head_dim, BLOCK_M, D)
     k_head = rows_of(inputs.k, strides.k, at, at.hk, span.start_k, D.VECTOR)
@@ -110,21 +107,16 @@ def many_dq_kernel(
     FIRST: tl.constexpr = 2 if F.TILES else 0 if F.WINDOW == 2 else 1
     STEP: tl.constexpr = 1 if F.TILES else BLOCK_N
     for part in tl.static_range(FIRST, 3):
-        for start in tl.range(places[part], places[part + 1], STEP):
-            seen = mask
-            if F.TILES:
-                start, seen = key_step(lists, edges, start, i0, BLOCK_N, F.TILES)
-            start = tl.multiple_of(start, BLOCK_N)
+        for step in tl.range(places[part], places[part + 1], STEP):
+            start, here = key_step(added, lists, edges, tl.multiple_of(step, STEP), i0, BLOCK_N, F.TILES)
             j = start + tl.arange(0, BLOCK_N)
             keys_left = span.len_k - start
             k_rows = load_from(k_head, strides.k, start, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             v_rows = load_from(v_head, strides.v, start, keys_left, sizes.head_dim_v, BLOCK_N, V, part != 1)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
-            s, slope = scores(
-                s, i, j, bias, seen, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
-            )
+            s, slope = scores(s, i, j, here, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False)
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
-            p, _bare = probabilities(s, row_reference[:, None], weights, mod.scale, FOLD, False)
+            p, _bare = probabilities(s, row_reference, weights, mod.scale, FOLD, False)
             keep = dropout_keep(inputs, at, sizes, i0, start, mod, F, BLOCK_M, BLOCK_N, False)
             moved = ()
             for g in tl.static_range(0, GROUP):
@@ -212,19 +204,14 @@ def many_dkdv_kernel(
         head = member(at, m)
         statistics = flat_row(at.b, head.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
         q_head = rows_of(inputs.q, strides.q, at, head.h, span.start_q, D.VECTOR)
-        bias = bias_of(inputs.bias, strides.bias, head, span, inputs, sizes, F.BIAS_VECTOR, F)
-        mask = mask_of(inputs, strides, head, span, F)
         lists = queries_of(j0, head, span, inputs, strides, F.TILES)
         listed = query_steps(lists, edges, BLOCK_M, F.TILES)
-        alibi = alibi_of(inputs, strides, head, sizes, F)
+        added = addends_of(inputs, strides, head, span, sizes, F)
 
         for part in tl.static_range(FIRST, LAST):
             # Rows are checked in any case: without a left side of the window, the last rows are in part 1.
-            for start in tl.range(listed[part], listed[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
-                seen = mask
-                if F.TILES:
-                    start, seen = query_step(lists, edges, start, j0, BLOCK_M, F.TILES)
-                start = tl.multiple_of(start, BLOCK_M)
+            for step in tl.range(listed[part], listed[3 if part == 1 and F.WINDOW < 2 else part + 1], STEP):
+                start, here = query_step(added, lists, edges, tl.multiple_of(step, STEP), j0, BLOCK_M, F.TILES)
                 i = start + tl.arange(0, BLOCK_M)
                 rows_left = span.len_q - start
                 inside = i < span.len_q
@@ -232,10 +219,7 @@ def many_dkdv_kernel(
                 s = score_chunks(q_rows, k_rows, None, PRECISION, TRANSPOSED)
                 # Rows beyond the queries have reference +inf, too: probability 0.
                 row_reference = load_row(reference + statistics + i, inside, float("inf"), TRANSPOSED)
-                s, slope = scores(
-                    s, i, j, bias, seen, alibi, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED
-                )
-                row_reference = row_reference[None, :] if TRANSPOSED else row_reference[:, None]
+                s, slope = scores(s, i, j, here, span, mod, F, FOLD, False, 0 if part == 1 else F.WINDOW, TRANSPOSED)
                 p, bare = probabilities(s, row_reference, weights, mod.scale, FOLD, TRANSPOSED)
                 keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, TRANSPOSED)
                 kept = drop(p, keep, mod).to(q_rows[0].dtype)

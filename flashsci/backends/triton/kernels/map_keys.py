@@ -12,7 +12,7 @@ import triton.language as tl
 from .chunks import load_from, load_rows, rows_of, score_chunks
 from .coord import HeadCoord, Span, dense_head, flat_row, query_range, shift_of, varlen_rows, varlen_tile
 from .kernel import kernel
-from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
+from .scores import addends_of, load_weights, probabilities, reference_of, scores
 
 
 @triton.jit
@@ -49,9 +49,7 @@ def map_keys_kernel(
     k_rows = load_rows(inputs.k, strides.k, at, at.hk, row, span.len_k - j0, sizes.head_dim, BLOCK_N, D)
     q_head = rows_of(inputs.q, strides.q, at, at.h, span.start_q, D.VECTOR)
     statistics = lse + flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN)
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
+    added = addends_of(inputs, strides, at, span, sizes, F)
     weights = load_weights(inputs.weight, strides.weight, at, span, j)
     total = tl.zeros([BLOCK_N], tl.float32)
 
@@ -65,10 +63,8 @@ def map_keys_kernel(
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)
             # Rows beyond the queries have the lse of rows without keys: probability 0.
             reference = reference_of(tl.load(statistics + i, mask=i < span.len_q, other=float("-inf")), FOLD)
-            s, _slope = scores(
-                products, i, j, bias, mask, alibi, span, mod, F, FOLD, True, 0 if part == 1 else F.WINDOW, False
-            )
-            p, _bare = probabilities(s, reference[:, None], weights, mod.scale, FOLD, False)
+            s, _slope = scores(products, i, j, added, span, mod, F, FOLD, True, 0 if part == 1 else F.WINDOW, False)
+            p, _bare = probabilities(s, reference, weights, mod.scale, FOLD, False)
             total += tl.sum(p, 0)
     result = sums + flat_row(at.b, at.h, sizes.heads, span.start_k, sizes.size_k, F.VARLEN)
     tl.store(result + j, total, mask=j < span.len_k)

@@ -11,7 +11,7 @@ import triton.language as tl
 from .chunks import load_from, load_rows, rows_of, score_chunks
 from .coord import flat_row, key_range, query_tile
 from .kernel import kernel
-from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
+from .scores import addends_of, load_weights, probabilities, reference_of, scores
 
 
 @kernel
@@ -28,9 +28,7 @@ def map_rows_kernel(
     row = span.start_q + i0
     position = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN) + i
     inside = i < span.len_q
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
+    added = addends_of(inputs, strides, at, span, sizes, F)
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, span.len_q - i0, sizes.head_dim, BLOCK_M, D)
     k_head = rows_of(inputs.k, strides.k, at, at.hk, span.start_k, D.VECTOR)
     reference = reference_of(tl.load(lse + position, mask=inside, other=float("-inf")), FOLD)
@@ -45,13 +43,13 @@ def map_rows_kernel(
             k_rows = load_from(k_head, strides.k, start, span.len_k - start, sizes.head_dim, BLOCK_N, D, part != 1)
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)
             s, _slope = scores(
-                products, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                products, i, j, added, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )  # fmt: skip
             if largest is not None:
                 top = tl.maximum(top, tl.max(s, 1))
             if entropy is not None:
                 weights = load_weights(inputs.weight, strides.weight, at, span, j)
-                p, _bare = probabilities(s, reference[:, None], weights, mod.scale, FOLD, False)
+                p, _bare = probabilities(s, reference, weights, mod.scale, FOLD, False)
                 total -= tl.sum(p * tl.log(tl.where(p > 0.0, p, 1.0)), 1)
     if largest is not None:
         tl.store(largest + position, top * mod.scale if FOLD else top, mask=inside)

@@ -13,7 +13,7 @@ import triton.language as tl
 from .chunks import load_from, load_rows, rows_of, score_chunks
 from .coord import flat_row, key_range, query_tile
 from .kernel import kernel
-from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
+from .scores import addends_of, load_weights, probabilities, reference_of, scores
 
 LAST = tl.constexpr(0x7FFFFFFF)  # no key, and the bits of a number without its sign
 LOWEST = tl.constexpr(-(1 << 62))
@@ -53,9 +53,7 @@ def map_top_kernel(
     row = span.start_q + i0
     position = flat_row(at.b, at.h, sizes.heads, span.start_q, sizes.size_q, F.VARLEN) + i
     inside = i < span.len_q
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
+    added = addends_of(inputs, strides, at, span, sizes, F)
     q_rows = load_rows(inputs.q, strides.q, at, at.h, row, span.len_q - i0, sizes.head_dim, BLOCK_M, D)
     k_head = rows_of(inputs.k, strides.k, at, at.hk, span.start_k, D.VECTOR)
     # Rows beyond the queries have the lse of rows without keys: probability 0.
@@ -71,10 +69,10 @@ def map_top_kernel(
             k_rows = load_from(k_head, strides.k, start, span.len_k - start, sizes.head_dim, BLOCK_N, D, part != 1)
             products = score_chunks(q_rows, k_rows, None, PRECISION, False)
             s, _slope = scores(
-                products, i, j, bias, mask, alibi, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
+                products, i, j, added, span, mod, F, FOLD, part != 1, 0 if part == 1 else F.WINDOW, False
             )  # fmt: skip
             weights = load_weights(inputs.weight, strides.weight, at, span, j)
-            p, _bare = probabilities(s, reference[:, None], weights, mod.scale, FOLD, False)
+            p, _bare = probabilities(s, reference, weights, mod.scale, FOLD, False)
             bits = p.to(tl.int32, bitcast=True) & LAST  # without a sign NaN is the largest
             top = tl.max(bits, 1)
             while tl.max((top > least_of(low)).to(tl.int32), 0) > 0:

@@ -18,7 +18,7 @@ import triton.language as tl
 from .chunks import add_product, aligned, scale_chunks, score_chunks, zero_chunks
 from .coord import Span, sequence_edge, split_range
 from .kernel import kernel
-from .scores import LOG2E, exponential, scores
+from .scores import LOG2E, addends, exponential, scores
 
 
 class PagedStrides(NamedTuple):
@@ -139,8 +139,8 @@ def attend(
             k_rows = widened(load_rows(k_cache, at, inside, sizes.head_dim, K), q_rows[0].dtype)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
             s, _slope = scores(
-                s, rows.query, j, None, None, None, span, mod, F, False, part != 1, 0 if part == 1 else F.WINDOW, False
-            )
+                s, rows.query, j, addends(None, None, None), span, mod, F, False, part != 1, 0 if part == 1 else F.WINDOW, False,
+            )  # fmt: skip
 
             new_max = tl.maximum(row_max, tl.max(s, 1))
             # A row that has seen no key yet has max -inf: subtract 0 instead, e^(-inf - 0) = 0.

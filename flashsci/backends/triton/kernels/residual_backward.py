@@ -27,7 +27,7 @@ from .coord import flat_row, key_tile, member, query_tile
 from .dropout import drop, dropout_keep
 from .kernel import kernel
 from .residual_scores import bias_tile, load_pieces, plane_of, store_pieces
-from .scores import bias_of, probabilities, reference_of, scores
+from .scores import addends, bias_of, probabilities, reference_of, scores
 
 
 @kernel
@@ -80,9 +80,9 @@ def residual_backward_kernel(
                 s = tl.where(inside, s, float("-inf"))
             else:
                 s = score_chunks(q_rows, k_rows, None, PRECISION, False)
-                added = bias_tile(bias, i, j, span.len_k, F.BIAS, BIAS_VECTOR)
-                s, _slope = scores(s, i, j, added, None, None, span, mod, F, False, True, 0, False)
-            p, _bare = probabilities(s, reference[:, None], None, mod.scale, False, False)
+                added = addends(bias_tile(bias, i, j, span.len_k, F.BIAS, BIAS_VECTOR), None, None)
+                s, _slope = scores(s, i, j, added, span, mod, F, False, True, 0, False)
+            p, _bare = probabilities(s, reference, None, mod.scale, False, False)
             keep = dropout_keep(inputs, head, sizes, start, j0, mod, F, BLOCK_M, BLOCK_N, False)
             left = drop(p, keep, mod).to(dout_rows[0].dtype)
             acc_v = add_product(left.T, dout_rows, acc_v, PRECISION)

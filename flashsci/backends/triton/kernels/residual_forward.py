@@ -27,7 +27,7 @@ from .coord import flat_row, key_range, query_tile
 from .dropout import drop_unscaled, dropout_keep
 from .kernel import kernel
 from .residual_scores import bias_tile, plane_of, store_pieces
-from .scores import LOG2E, bias_of, scores
+from .scores import LOG2E, addends, bias_of, scores
 
 
 @kernel
@@ -60,8 +60,8 @@ def residual_forward_kernel(
             v_tile = row_pointer(v_head, strides.v, start, V.VECTOR)
             k_rows = load_chunks(k_tile, strides.k, keys_left, sizes.head_dim, BLOCK_N, D, part != 1)
             s = score_chunks(q_rows, k_rows, None, PRECISION, False)  # [BLOCK_M, BLOCK_N]
-            added = bias_tile(bias, i, j, span.len_k, F.BIAS, BIAS_VECTOR)
-            s, _slope = scores(s, i, j, added, None, None, span, mod, F, False, part != 1, 0, False)
+            added = addends(bias_tile(bias, i, j, span.len_k, F.BIAS, BIAS_VECTOR), None, None)
+            s, _slope = scores(s, i, j, added, span, mod, F, False, part != 1, 0, False)
             store_pieces(into, i, j, span.len_k, s, VECTOR)
 
             new_max = tl.maximum(row_max, tl.max(s, 1))

@@ -2,6 +2,8 @@
 every kernel.
 
 Conventions
+- A kernel gets P of a tile of products in two steps: `scores`, then `probabilities`. The forward, which has no lse yet,
+  takes `exponential` instead. Another order of the loads around them changes registers and spills.
 - A tile of scores is [M, N], queries by keys, or, TRANSPOSED, [N, M]; bias, mask and window are written
   once for both.
 - Scores are natural-log scores, except under `FOLD` (no bias, key weights, ALiBi or softcap, scale > 0), where they stay
@@ -47,6 +49,15 @@ class Bits(NamedTuple):
     rest: Any  # the words where they are not read: -1 or 0
 
 
+class Addends(NamedTuple):
+    """The terms that a head adds to its scaled products; a mask adds 0 or -inf. Each is (x,), or () where there is none:
+    Triton's functions return no None in a tuple."""
+
+    bias: Any  # a Plane, or its tile if that was loaded before
+    mask: Any  # a Plane, or Bits
+    alibi: Any  # a slope
+
+
 @triton.jit
 def load_row(pointers, mask, other, ALONG_COLUMNS: tl.constexpr):
     """A vector of row statistics.
@@ -58,6 +69,19 @@ def load_row(pointers, mask, other, ALONG_COLUMNS: tl.constexpr):
         return tl.sum(tl.load(pointers[:, None], mask=mask[:, None], other=other), 1)
     else:
         return tl.load(pointers, mask=mask, other=other)
+
+
+@triton.jit
+def addends_of(inputs, strides, at, span, sizes, F: tl.constexpr):
+    """The Addends of the head `at`."""
+    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
+    return addends(bias, mask_of(inputs, strides, at, span, F), alibi_of(inputs, strides, at, sizes, F))
+
+
+@triton.jit
+def addends(bias, mask, alibi):
+    """The Addends of these; any may be None."""
+    return Addends(() if bias is None else (bias,), () if mask is None else (mask,), () if alibi is None else (alibi,))
 
 
 @triton.jit
@@ -193,14 +217,14 @@ def tanh(x):
 
 @triton.jit
 def scores(
-    products, i, j, bias, mask, alibi, span, mod, F: tl.constexpr, FOLD: tl.constexpr,
+    products, i, j, added, span, mod, F: tl.constexpr, FOLD: tl.constexpr,
     CHECK_KEYS: tl.constexpr, WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile of products q k^T at rows i and columns j (vectors), and the slope of the softcap (1 without).
     [M, N] or, TRANSPOSED, [N, M].
 
-    bias: a Plane, or its tile if that was loaded before, or None; mask: a Plane, Bits or None; alibi: a slope or None.
-    CHECK_KEYS: the tile may extend beyond the keys. WINDOW: F.WINDOW, or 0 for a tile that the window does not cut.
+    added: Addends. CHECK_KEYS: the tile may extend beyond the keys. WINDOW: F.WINDOW, or 0 for a tile that the window does
+    not cut.
     """
     slope = 1.0
     s = products
@@ -208,28 +232,28 @@ def scores(
     if F.SOFTCAP and not F.CAPS_BIAS:
         s, slope = tanh(products * (mod.scale / mod.softcap))
         factor = mod.softcap
-    if bias is not None:  # one multiply-add, in every kernel the same: P is recomputed from equal scores
-        if isinstance(bias, tl.tensor):
-            value = bias
+    if len(added.bias) > 0:  # one multiply-add, in every kernel the same: P is recomputed from equal scores
+        if isinstance(added.bias[0], tl.tensor):
+            value = added.bias[0]
         else:
-            value = load_plane(bias, i, j, span.len_k, F.BIAS, F.BIAS_VECTOR, TRANSPOSED)
+            value = load_plane(added.bias[0], i, j, span.len_k, F.BIAS, F.BIAS_VECTOR, TRANSPOSED)
         s = tl.fma(s, factor, value.to(tl.float32))
     elif not FOLD:
         s = rounded_product(s, factor)
-    if alibi is not None:  # one multiply-add, for the same reason
+    if len(added.alibi) > 0:  # one multiply-add, for the same reason
         away = j[:, None] - i[None, :] if TRANSPOSED else j[None, :] - i[:, None]
-        s = tl.fma(tl.abs(away - span.shift).to(tl.float32), -alibi, s)
+        s = tl.fma(tl.abs(away - span.shift).to(tl.float32), -added.alibi[0], s)
     if F.CAPS_BIAS:
         bounded, slope = tanh(rounded_product(s, 1.0 / mod.softcap))
         # A bias of -inf hides its key.
         s = tl.where(s == float("-inf"), s, rounded_product(bounded, mod.softcap))
-    if mask is not None and len(mask) == 5:  # Bits
-        if mask.cut:
-            s = tl.where(bits_at(mask, j, i.shape[0], TRANSPOSED), s, float("-inf"))
+    if len(added.mask) > 0 and len(added.mask[0]) == 5:  # Bits
+        if added.mask[0].cut:
+            s = tl.where(bits_at(added.mask[0], j, i.shape[0], TRANSPOSED), s, float("-inf"))
             s = within(s, i, j, span, mod, CHECK_KEYS, WINDOW, TRANSPOSED)
     else:
-        if mask is not None:
-            attend = load_plane(mask, i, j, span.len_k, F.MASK, F.MASK_VECTOR, TRANSPOSED)
+        if len(added.mask) > 0:
+            attend = load_plane(added.mask[0], i, j, span.len_k, F.MASK, F.MASK_VECTOR, TRANSPOSED)
             s = tl.where(attend != 0, s, float("-inf"))
         s = within(s, i, j, span, mod, CHECK_KEYS, WINDOW, TRANSPOSED)
     if F.CAPS_BIAS:  # the bias beyond the last key may be NaN
@@ -343,6 +367,12 @@ def weighted_scores(s, weights):
 
 
 @triton.jit
+def along_rows(x, TRANSPOSED: tl.constexpr):
+    """A number per query in the shape that broadcasts to a tile of scores."""
+    return x[None, :] if TRANSPOSED else x[:, None]
+
+
+@triton.jit
 def at_most(x, most):
     """min(x, most); NaN stays NaN."""
     return tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
@@ -350,12 +380,13 @@ def at_most(x, most):
 
 @triton.jit
 def probabilities(s, reference, weights, scale, FOLD: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """P = w e^(s - reference), and the same without the weights w [N] (None: 1). The latter is the derivative by a
-    weight, also where the weight is zero.
+    """P = w e^(s - reference), with the reference of each row [M], and the same without the weights w [N] (None: 1). The
+    latter is the derivative by a weight, also where the weight is zero.
 
     lse is rounded, for scores of -1e9 to multiples of 64. Therefore P is cut at 1, its bound: it would be infinite in
     such rows, and NaN where it meets a zero. Elsewhere the cut only removes roundings.
     """
+    reference = along_rows(reference, TRANSPOSED)
     if weights is None:
         exponent = s * (scale * LOG2E) - reference if FOLD else (s - reference) * LOG2E
         p = tl.exp2(at_most(exponent, 0.0))

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .chunks import add_product, dot, score_chunks
-from .scores import load_plane, tanh
+from .scores import along_rows, load_plane, tanh
 
 
 @triton.jit
@@ -92,12 +92,6 @@ def second_order(p, bare, t, raw_t, tweights, u, y, mean, slope, bend, F: tl.con
         return w, f, e * slope, f_raw, g
     else:
         return w, f, e, f, g
-
-
-@triton.jit
-def along_rows(x, TRANSPOSED: tl.constexpr):
-    """A number per query in the shape that broadcasts to a tile of scores."""
-    return x[None, :] if TRANSPOSED else x[:, None]
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .chunks import head_pointer
-from .scores import KEY, WORDS, Bits
+from .scores import KEY, WORDS, Addends, Bits
 
 TILE = tl.constexpr(128)
 BITS = tl.constexpr(512)  # TILE WORDS
@@ -115,30 +115,39 @@ def steps_between(lists, low, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def key_step(lists, edges, step, i0, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
-    """The start of the key tile of a step, and the bits of its rows from i0 on. edges: as `key_range` found them."""
+def key_step(added, lists, edges, step, i0, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
+    """The start of the key tile of a step, and the Addends there: with a list, the bits of the rows from i0 on are their
+    mask. edges: as `key_range` found them."""
     step += tl.zeros([], tl.int32)  # a tensor: the interpreter counts in Python
-    entry = entry_of(lists, step // (TILE // BLOCK_N))
-    start = entry // 2 * TILE + step % (TILE // BLOCK_N) * BLOCK_N
-    cut = (start < edges[1]) | (start >= edges[2])
-    return start, bits_of(lists, entry // 2, i0, start, cut, entry % 2 == 0, -1, TILES)
+    if lists is None:
+        return step, added
+    else:
+        entry = entry_of(lists, step // (TILE // BLOCK_N))
+        start = entry // 2 * TILE + step % (TILE // BLOCK_N) * BLOCK_N
+        cut = (start < edges[1]) | (start >= edges[2])
+        bits = bits_of(lists, entry // 2, i0, start, cut, entry % 2 == 0, -1, TILES)
+        return start, Addends(added.bias, (bits,), added.alibi)
 
 
 @triton.jit
-def query_step(lists, edges, step, j0, BLOCK_M: tl.constexpr, TILES: tl.constexpr):
-    """The start of the query tile of a step, and the bits of its rows from column j0 on. edges: as `query_range` found
-    them."""
+def query_step(added, lists, edges, step, j0, BLOCK_M: tl.constexpr, TILES: tl.constexpr):
+    """The start of the query tile of a step, and the Addends there: with a list, the bits of its rows from column j0 on are
+    their mask. edges: as `query_range` found them."""
     step += tl.zeros([], tl.int32)
-    if TILES == KEY:  # the steps are all query tiles, in order
-        start = step * BLOCK_M
-        tile = step * 0
-        entry = entry_of(lists, 0)
+    if lists is None:
+        return step, added
     else:
-        entry = entry_of(lists, step // (TILE // BLOCK_M))
-        tile = entry // 2
-        start = tile * TILE + step % (TILE // BLOCK_M) * BLOCK_M
-    cut = (start < edges[1]) | (start >= edges[2])
-    return start, bits_of(lists, tile, start, j0, cut, entry % 2 == 0, -1, TILES)
+        if TILES == KEY:  # the steps are all query tiles, in order
+            start = step * BLOCK_M
+            tile = step * 0
+            entry = entry_of(lists, 0)
+        else:
+            entry = entry_of(lists, step // (TILE // BLOCK_M))
+            tile = entry // 2
+            start = tile * TILE + step % (TILE // BLOCK_M) * BLOCK_M
+        cut = (start < edges[1]) | (start >= edges[2])
+        bits = bits_of(lists, tile, start, j0, cut, entry % 2 == 0, -1, TILES)
+        return start, Addends(added.bias, (bits,), added.alibi)
 
 
 @triton.jit

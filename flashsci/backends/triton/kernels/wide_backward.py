@@ -12,17 +12,7 @@ import triton.language as tl
 from .dropout import drop, dropout_keep
 from .gate import gate_tile, times
 from .kernel import kernel
-from .scores import (
-    alibi_of,
-    bias_of,
-    load_weights,
-    mask_of,
-    of_addends,
-    of_products,
-    probabilities,
-    reference_of,
-    scores,
-)
+from .scores import addends_of, load_weights, of_addends, of_products, probabilities, reference_of, scores
 from .wide_scores import load_scores, score_rows, store_scores
 
 
@@ -49,17 +39,15 @@ def backward_rows_of(
     i = i0 + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     inside = i < span.len_q
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
+    added = addends_of(inputs, strides, at, span, sizes, F)
     weights = load_weights(inputs.weight, strides.weight, at, span, j)
     # Rows without keys and beyond the queries get reference +inf: their probabilities are 0.
     row_lse = tl.load(lse + first + i, mask=inside, other=float("-inf"))
     row_delta = tl.load(delta + first + i, mask=inside, other=0.0)
     s = load_scores(p, first, i, j, span, VECTOR)
     dp = load_scores(ds, first, i, j, span, VECTOR)
-    s, slope = scores(s, i, j, bias, mask, alibi, span, mod, F, False, True, F.WINDOW, False)
-    reference = reference_of(row_lse, False)[:, None]
+    s, slope = scores(s, i, j, added, span, mod, F, False, True, F.WINDOW, False)
+    reference = reference_of(row_lse, False)
     found, bare = probabilities(s, reference, weights, mod.scale, False, False)
     keep = dropout_keep(inputs, at, sizes, i0, 0, mod, F, BLOCK_M, BLOCK_N, False)
     kept = drop(found, keep, mod)

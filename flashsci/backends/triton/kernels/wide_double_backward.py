@@ -13,7 +13,7 @@ import triton.language as tl
 from .dropout import drop, dropout_keep
 from .gate import gate_tile, times, times_tangent
 from .kernel import kernel
-from .scores import alibi_of, bias_of, load_weights, mask_of, probabilities, reference_of, scores
+from .scores import addends_of, bias_of, load_weights, probabilities, reference_of, scores
 from .tangents import second_order, softcap_bend, tangent_of
 from .wide_scores import load_scores, score_rows, store_scores
 
@@ -49,17 +49,15 @@ def second_order_rows_of(
     i = i0 + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     inside = i < span.len_q
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
+    added = addends_of(inputs, strides, at, span, sizes, F)
     tbias = bias_of(tangents.bias, tangent_strides.bias, at, span, inputs, sizes, TBIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
     weights = load_weights(inputs.weight, strides.weight, at, span, j)
     tweights = load_weights(tangents.weight, tangent_strides.weight, at, span, j)
     row_lse = tl.load(lse + first + i, mask=inside, other=float("-inf"))
-    reference = reference_of(row_lse, False)[:, None]
+    reference = reference_of(row_lse, False)
 
     products = load_scores(w, first, i, j, span, VECTOR)
-    s, slope = scores(products, i, j, bias, mask, alibi, span, mod, F, False, True, F.WINDOW, False)
+    s, slope = scores(products, i, j, added, span, mod, F, False, True, F.WINDOW, False)
     found, bare = probabilities(s, reference, weights, mod.scale, False, False)
     raw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if e is not None:

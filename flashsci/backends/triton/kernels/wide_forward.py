@@ -12,7 +12,7 @@ import triton.language as tl
 from .dropout import drop_unscaled, dropout_keep
 from .gate import gated
 from .kernel import kernel
-from .scores import alibi_of, bias_of, exponential, load_weights, mask_of, scores, weighted_scores
+from .scores import addends_of, exponential, load_weights, scores, weighted_scores
 from .wide_scores import load_scores, score_rows, store_scores
 
 
@@ -34,11 +34,9 @@ def forward_rows_of(
     """The results of whole rows, stored. gate: as `gate_of` makes it."""
     i = i0 + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
-    bias = bias_of(inputs.bias, strides.bias, at, span, inputs, sizes, F.BIAS_VECTOR, F)
-    mask = mask_of(inputs, strides, at, span, F)
-    alibi = alibi_of(inputs, strides, at, sizes, F)
+    added = addends_of(inputs, strides, at, span, sizes, F)
     s = load_scores(p, first, i, j, span, VECTOR)
-    s, _slope = scores(s, i, j, bias, mask, alibi, span, mod, F, False, True, F.WINDOW, False)
+    s, _slope = scores(s, i, j, added, span, mod, F, False, True, F.WINDOW, False)
     s = weighted_scores(s, load_weights(inputs.weight, strides.weight, at, span, j))
 
     row_max = tl.max(s, 1)

@@ -10,11 +10,15 @@ from .coord import Span, dense_head, shift_of
 
 @triton.jit
 def score_rows(pid, tiles, sizes, mod, BLOCK_M: tl.constexpr):
-    """The place of a program that owns rows of a head's scores: first row, HeadCoord, Span, first row in the tensor
-    of scores."""
-    head = pid // tiles
-    i0 = pid % tiles * BLOCK_M
-    at = dense_head(head, sizes.heads, sizes.batch1, sizes.group)
+    """The place of a program that owns rows of a head's scores: first row, HeadCoord, Span, first row in tensors of the section
+    alone.
+
+    tiles: of a head, and the first head of the section, over all batch members.
+    """
+    count, first = tiles
+    head = pid // count
+    i0 = pid % count * BLOCK_M
+    at = dense_head(first + head, sizes.heads, sizes.batch1, sizes.group)
     start = tl.full([], 0, tl.int32)
     shift = shift_of(sizes.size_q, sizes.size_k, mod)
     span = Span(start, sizes.size_q, start, sizes.size_k, shift)

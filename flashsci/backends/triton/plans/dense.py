@@ -104,7 +104,8 @@ class DensePlan:
         precise = products(precision, dtype, device.capability)
         dims = self.head_dim, self.head_dim_v
         dense = not (self.varlen or self.empty)
-        wide = dense and dtype == torch.float32 and tilings.is_wide(dims, *self.lengths)
+        single = dense and dtype == torch.float32
+        wide = single and tilings.is_wide(dims, *self.lengths, self.group)
         if mask is not None and dropout_p and max(dims) > 128 and not wide:
             # Triton 3.6 makes wrong code of these together with TF32 products (sm_90): P of some keys is lost or
             # misplaced.
@@ -146,6 +147,11 @@ class DensePlan:
         self.width = max(d0 + d1, v0 + v1)
         self.small = tilings.small_config(device.capability, dtype, self.width, self.longest)
         self.wide = Wide(self) if wide else None
+        whole_rows = bias_vector <= 1 or self.size_k % bias_vector == 0
+        one_tile = tilings.double_backward_small_config(device.capability, dtype, self.width, self.longest) is not None
+        held = single and whole_rows and not (self.tiles or one_tile)
+        held = held and tilings.holds_second_order(dims, *self.lengths, self.group)
+        self.wide_second = Wide(self) if held else self.wide
         self.window = 0 if window_left < 0 and window_right < 0 else 1 if window_left < 0 else 2
         dropout = dropout_p > 0.0
         threshold = min(math.floor(dropout_p * 2**32), 2**32 - 1)
@@ -423,10 +429,16 @@ def options_of(scalars: Scalars) -> tuple:
     return *options, caps_bias
 
 
+def longest_of(scalars: Scalars) -> int:
+    """The longest lengths of a plan whose kernels do not ask for them: they say only whether the batch has a say."""
+    return BATCH_INVARIANT if scalars.batch_invariant() else 0
+
+
 def reads_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels of some pass of a dense call read its mask even if it has a table."""
     lengths = q.shape[-2], k.shape[-2]
-    wide = q.dtype == torch.float32 and tilings.is_wide((q.shape[-1], v.shape[-1]), *lengths)
+    group = q.shape[:-2].numel() // max(1, k.shape[:-2].numel())
+    wide = q.dtype == torch.float32 and tilings.is_wide((q.shape[-1], v.shape[-1]), *lengths, group)
     return wide or max(lengths) <= tilings.MOST_SMALL
 
 
@@ -499,7 +511,7 @@ class BackwardLaunches:
         inputs = tuple(tensors)
         if p.wide is not None:
             rows = dq, dk, dv
-            return *rows, *p.wide.backward(dout, dlse, inputs, out, lse, rows, self.need)
+            return *rows, *p.wide.backward(dout, dlse, inputs, out, lse, rows, self.need)[:2]
         use, dbias, sums, shared = bias_route(p, bias, lse, self.pitched) if self.need_dbias else NO_ROUTE
         weight_sums = p.weight_sums(q) if self.need_dweight else None
         small = p.small and dq is not None and dk is not None and dv is not None
@@ -541,8 +553,7 @@ def rows_of(x, out):
 
 def prepared_forward(tensors: Tensors, scalars: Scalars) -> ForwardLaunches:
     """A prepared forward. Longest lengths are not needed."""
-    longest = BATCH_INVARIANT if scalars.batch_invariant() else 0
-    p = plan_of(tensors[:3], tuple(tensors), longest, options_of(scalars))
+    p = plan_of(tensors[:3], tuple(tensors), longest_of(scalars), options_of(scalars))
     if p.prepared is None:
         p.prepared = ForwardLaunches(p, tensors)
     return p.prepared

@@ -13,9 +13,9 @@ from flashsci.backends.triton.kernels.gated import (
 from flashsci.backends.triton.kernels.gated_wide import gated_wide_backward_kernel, gated_wide_forward_kernel
 from flashsci.backends.triton.launcher import Launch
 from flashsci.backends.triton.plans.bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
-from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of, rows_like, rows_of
+from flashsci.backends.triton.plans.dense import DensePlan, longest_of, options_of, plan_of, rows_like, rows_of
 from flashsci.backends.triton.plans.strides import NO_STRIDES, plane_strides, plane_vector, strides4, strides_of
-from flashsci.backends.triton.plans.wide import Wide
+from flashsci.backends.triton.plans.wide import Section, Wide
 from flashsci.call.gate_ops import NEED_GATE, Gate
 from flashsci.call.op_checks import declared, need
 from flashsci.call.ops import (
@@ -41,8 +41,8 @@ class GatedWide(Wide):
         super().__init__(plan)
         self.gate = gate
 
-    def of_scores(self, kernel, narrower: int = 1, **more) -> Launch:
-        return super().of_scores(kernel, narrower, **self.gate, **more)
+    def of_scores(self, kernel, part: Section, narrower: int = 1, **more) -> Launch:
+        return super().of_scores(kernel, part, narrower, **self.gate, **more)
 
 
 class GatedLaunches:
@@ -138,7 +138,7 @@ def sums_of(p: DensePlan, kernel: str, shape: tuple[int, ...], like) -> tuple[in
 
 def launches_of(strided: tuple, tensors: Tensors, gate: Tensor, scalars: Scalars) -> GatedLaunches:
     """The launches for these tensors. strided: q, k, v, then other tensors with rows."""
-    plan = plan_of(strided, tuple(tensors), 0, options_of(scalars))
+    plan = plan_of(strided, tuple(tensors), longest_of(scalars), options_of(scalars))
     key = "gated", gate.shape, gate.stride(), gate.element_size()
     if key not in plan.launches:
         plan.launches[key] = GatedLaunches(plan, *key[1:])
@@ -222,10 +222,8 @@ class GatedBackward:
         dlse = None if dlse is None else dlse.contiguous()
         inputs = tuple(tensors)
         if gates.wide is not None:
-            terms = gates.wide.scores(q) if self.need_gate else None
             rows = dq, dk, dv
-            dbias, dweight = gates.wide.backward(dout, dlse, inputs, out, lse, rows, self.wanted, (gate,), (terms,))
-            return *rows, dbias, dweight, None if terms is None else reduce_to(terms.view(p.score_shape), gate)
+            return *rows, *gates.wide.backward(dout, dlse, inputs, out, lse, rows, self.wanted, (gate,), self.need_gate)
         use, dbias, sums, shared = bias_route(p, bias, lse) if self.need_bias else NO_ROUTE
         weight_sums = p.weight_sums(q) if self.need_weight else None
         reference, delta = torch.empty_like(lse), torch.empty_like(lse)

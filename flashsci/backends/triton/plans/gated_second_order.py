@@ -14,7 +14,7 @@ from flashsci.backends.triton.kernels.gated_second_order import (
 from flashsci.backends.triton.kernels.gated_wide import gated_wide_double_backward_kernel
 from flashsci.backends.triton.launcher import Launch
 from flashsci.backends.triton.plans.bias import NO_ROUTE, bias_parts, bias_result, bias_route, reduce_to
-from flashsci.backends.triton.plans.dense import DensePlan, options_of
+from flashsci.backends.triton.plans.dense import DensePlan, longest_of, options_of
 from flashsci.backends.triton.plans.gated import check_gate, gate_layout, room_of, sums_for, sums_of
 from flashsci.backends.triton.plans.second_order import SecondOrderLaunches, inner, plan_along
 from flashsci.backends.triton.plans.strides import NO_STRIDES
@@ -69,7 +69,7 @@ def layout_of(x: Tensor | None) -> tuple | None:
 
 def launches_of(inputs: tuple, tangents: tuple, gate, tgate, dout, out, scalars: Scalars) -> GatedSecondOrderLaunches:
     """The launches for these tensors."""
-    plan, layouts = plan_along(inputs, tangents, dout, out, 0, options_of(scalars))
+    plan, layouts = plan_along(inputs, tangents, dout, out, longest_of(scalars), options_of(scalars))
     key = (*layouts, layout_of(gate), layout_of(tgate))
     if key not in plan.second_orders:
         plan.second_orders[key] = GatedSecondOrderLaunches(plan, *key)
@@ -96,7 +96,7 @@ def jvp(tangents: GatedTangents, saved: Saved, gate: Tensor) -> tuple[Tensor, Te
     inputs, along = tuple(tensors), (tq, tk, tv, tbias, tweight)
     second = launches_of(inputs, along, gate, tgate, None, out, scalars)
     if second.plan.wide is not None:
-        second.plan.wide.tangents(second.wide(), along, inputs, lse, tout, mean, (gate, tgate), (None,))
+        second.plan.wide.tangents(second.wide, along, inputs, lse, tout, mean, (gate, tgate))
         return tout, mean
     second.jvp(tout)(inputs, along, gate, tgate, out, lse, None, None, tout, mean, None, None)
     return tout, mean
@@ -130,10 +130,9 @@ def double_backward(tangents: GatedTangents, dout, dlse, saved: Saved, gate: Ten
     second = launches_of(inputs, along, gate, tgate, dout, out, scalars)
     p = second.plan
     if p.wide is not None:
-        terms = p.wide.scores(q) if wanted & NEED_GATE else None
         rows = gq, gk, gv, tout if wanted & NEED_GATED_DOUT else None
-        gbias, gweight = p.wide.double_backward(
-            second.wide(),
+        gbias, gweight, ggate = p.wide.double_backward(
+            second.wide,
             along,
             dout,
             dlse,
@@ -144,9 +143,8 @@ def double_backward(tangents: GatedTangents, dout, dlse, saved: Saved, gate: Ten
             mean,
             without_gate(wanted),
             (gate, tgate),
-            (terms,),
+            bool(wanted & NEED_GATE),
         )
-        ggate = None if terms is None else reduce_to(terms.view(p.score_shape), gate)
         return _results(tensors, gate, lse, (*rows[:3], gbias, gweight, ggate, tout, mean), wanted)
     use, gbias, sums, shared = bias_route(p, bias, lse) if need_bias else NO_ROUTE
     weight_sums = p.weight_sums(q) if need_weight else None

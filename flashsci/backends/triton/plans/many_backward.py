@@ -9,12 +9,11 @@ from flashsci.backends.triton import tilings
 from flashsci.backends.triton.kernels.many_backward import ROW_SUMS, STORE, many_dkdv_kernel, many_dq_kernel
 from flashsci.backends.triton.launcher import Launch, device_of
 from flashsci.backends.triton.plans.bias import NO_ROUTE, reduce_to
-from flashsci.backends.triton.plans.dense import DensePlan, longest_class, options_of, plan_of, rows_of
+from flashsci.backends.triton.plans.dense import DensePlan, longest_class, longest_of, options_of, plan_of, rows_of
 from flashsci.backends.triton.plans.many_jvp import group_of
 from flashsci.backends.triton.plans.second_order import inner
 from flashsci.backends.triton.plans.strides import strides4
 from flashsci.call.ops import (
-    BATCH_INVARIANT,
     NEED_BIAS,
     NEED_K,
     NEED_KEY_WEIGHT,
@@ -153,9 +152,8 @@ def many_backward(dout, dlse, saved: Saved, need: int):
         return found
     out, lse = inner(out), lse.contiguous()
     dout = rows_of(None, out).expand(count, *out.shape) if dout is None else whole_rows(inner(dout))
-    longest = BATCH_INVARIANT if scalars.batch_invariant() else 0
     inputs = tuple(tensors)
-    p = plan_of((q, k, v, dout[0], out), inputs, longest, options_of(scalars))
+    p = plan_of((q, k, v, dout[0], out), inputs, longest_of(scalars), options_of(scalars))
     reference, delta = deltas(p, dout, out, lse, dlse)
     use, into = NO_ROUTE[0], None
     if dbias is not None:

@@ -7,7 +7,7 @@ import torch
 from flashsci.backends.triton.kernels.groups import TangentStrides
 from flashsci.backends.triton.kernels.second_jvp import second_jvp_kernel
 from flashsci.backends.triton.launcher import Launch
-from flashsci.backends.triton.plans.dense import DensePlan, options_of, plan_of
+from flashsci.backends.triton.plans.dense import DensePlan, longest_of, options_of, plan_of
 from flashsci.backends.triton.plans.second_order import bias_layout, inner
 from flashsci.backends.triton.plans.strides import NO_STRIDES, strides4, strides_of, weight_strides
 from flashsci.call.ops import Saved, Tangents, empty_like_layout
@@ -74,8 +74,9 @@ def second_jvp(first: Tangents, second: Tangents, mixed: Tangents, first_lse, se
         along = [Tangents(*(None if x is None else x.contiguous() for x in t[:3]), *t[3:]) for t in along]
     rows = [like if x is None else x for t in along for x, like in zip(t[:3], (q, k, v), strict=True)]
     inputs = tuple(tensors)
-    plan = plan_of((q, k, v, out, out, *rows), inputs, 0, options_of(scalars))  # in the order of the second order's
-    if plan.wide is not None:  # few scores next to the rows: all of them fit in memory
+    # In the order of the second order's.
+    plan = plan_of((q, k, v, out, out, *rows), inputs, longest_of(scalars), options_of(scalars))
+    if plan.wide is not None:  # with the scores of all heads in memory
         from flashsci.backends import reference_packed
 
         return reference_packed.second_jvp(*along, first_lse, second_lse, Saved(tensors, out, lse, scalars))

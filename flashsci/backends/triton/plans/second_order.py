@@ -20,7 +20,7 @@ from flashsci.backends.triton.plans.bias import (
     bias_route,
     reduce_to,
 )
-from flashsci.backends.triton.plans.dense import DensePlan, longest_class, options_of, plan_of
+from flashsci.backends.triton.plans.dense import DensePlan, longest_class, longest_of, options_of, plan_of
 from flashsci.backends.triton.plans.strides import (
     NO_STRIDES,
     plane_strides,
@@ -28,6 +28,7 @@ from flashsci.backends.triton.plans.strides import (
     strides_of,
     weight_strides,
 )
+from flashsci.backends.triton.plans.wide import Section, Wide
 from flashsci.call.ops import (
     NEED_BIAS,
     NEED_DLSE,
@@ -130,12 +131,13 @@ class SecondOrderLaunches:
             self.launches[key] = Launch(double_backward_small_kernel, programs, arguments)
         return self.launches[key]
 
-    def wide(self) -> Launch:
-        """The launch between products of wide heads, for Wide (wide.py)."""
-        if "wide" not in self.launches:
+    def wide(self, wide: Wide, part: Section) -> Launch:
+        """The launch between products of whole heads of a section."""
+        key = "wide", part.first, part.count
+        if key not in self.launches:
             tangents = {name: x for name, x in self.tangents.items() if name != "dout_strides"}
-            self.launches["wide"] = self.plan.wide.of_scores(self.wide_kernel, 2, **tangents)
-        return self.launches["wide"]
+            self.launches[key] = wide.of_scores(self.wide_kernel, part, 2, **tangents)
+        return self.launches[key]
 
     def bias(self, gbias) -> tuple[Launch, int]:
         """The launch for a bias that heads or batch members share, and its number of partial sums."""
@@ -178,16 +180,15 @@ def jvp(tangents: Tangents, saved: Saved):
     tensors, out, lse, scalars = saved
     q, k = tensors[:2]
     tq, tk, tv, tbias, tweight = tangents
-    options = options_of(scalars)
     tq, tk, tv, out, lse = inner(tq), inner(tk), inner(tv), inner(out), lse.contiguous()
     tout, mean = empty_like_layout(q, out.shape), torch.empty_like(lse)
     if tout.numel() == 0 or k.shape[-2] == 0 or (tq is tk is tv is tbias is tweight is None):
         return tout.zero_(), mean.zero_()
     inputs = tuple(tensors)
     tangents = (tq, tk, tv, tbias, tweight)
-    second = second_order_of(inputs, tangents, None, out, 0, options)
-    if second.plan.wide is not None:
-        second.plan.wide.tangents(second.wide(), tangents, inputs, lse, tout, mean)
+    second = second_order_of(inputs, tangents, None, out, longest_of(scalars), options_of(scalars))
+    if second.plan.wide_second is not None:
+        second.plan.wide_second.tangents(second.wide, tangents, inputs, lse, tout, mean)
         return tout, mean
     second.jvp(tout)(inputs, tangents, out, lse, None, None, tout, mean, None, None)
     return tout, mean
@@ -220,10 +221,10 @@ def double_backward(tangents: Tangents, dout, dlse, saved: Saved, need: int):
         longest = longest_class(scalars.max_seqlen_q, scalars.max_seqlen_k)
         second = second_order_of(inputs, tangents, dout, out, longest, options_of(scalars))
         p = second.plan
-        if p.wide is not None:
+        if p.wide_second is not None:
             rows = gq, gk, gv, tout if need & NEED_DOUT else None
-            gbias, gweight = p.wide.double_backward(
-                second.wide(), tangents, dout, dlse, inputs, out, lse, rows, mean, need
+            gbias, gweight, _ = p.wide_second.double_backward(
+                second.wide, tangents, dout, dlse, inputs, out, lse, rows, mean, need
             )
             return results(tensors, lse, (*rows[:3], gbias, gweight, tout, mean), need)
         use, gbias, sums, shared = bias_route(p, bias, lse) if need_bias else NO_ROUTE
