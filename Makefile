@@ -173,7 +173,7 @@ env: install ## what is on this machine, what is missing, how to get it
 	@$(PY) -m flashsci env
 
 # For the GPUs of a release, or FA_ARCHS. What was compiled for the same ones (`FA_ARCHS=$(RELEASED) make build`) is not compiled again.
-RELEASED := 75,80,89,90,100,120
+RELEASED := 75,80,90,100,120
 wheel: $(STATE)/.flashsci-tools ## what is published: one py3-none-manylinux_2_28 wheel, for every GPU, and the sdist, in dist/
 	@rm -rf build/wheel dist
 	FA_ARCHS='$(or $(strip $(FA_ARCHS)),$(RELEASED))' $(PIP) wheel -v --no-build-isolation --no-deps -w build/wheel .

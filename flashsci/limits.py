@@ -66,7 +66,13 @@ GPUS = (
         "sm_80, which runs there",
         (_EIGHT_BITS, _WIDE_FP32, _NEVER_RUN, _UNTIMED),
     ),
-    Gpu((8, 9), (8, 9), "Ada: L4, L40, RTX 40", "sm_89", (_EIGHT_ON_HOPPER, _WIDE_FP32, _NEVER_RUN, _UNTIMED)),
+    Gpu(
+        (8, 9),
+        (8, 9),
+        "Ada: L4, L40, RTX 40",
+        "sm_80, which runs there",
+        (_EIGHT_ON_HOPPER, _WIDE_FP32, _NEVER_RUN, _UNTIMED),
+    ),
     Gpu((9, 0), (9, 0), "Hopper: H100, H200", "sm_90a, and sm_90 of Ampere's kernels", ("Timed on an H200 alone.",)),
     Gpu(
         (10, 0),

@@ -170,9 +170,9 @@ FlashsciDropout Call::dropout() const {
   FLASHSCI_CHECK(dtype_of(seed) == dtypes().int64 && seed.dim() == 1 && seed.size(0) == 2 &&
                      seed.stride(0) == 1,
                  "dropout_seed must be int64 [2], contiguous, got ", shape_of(seed));
-  constexpr double kDraws = 4294967296.;  // 2^32
-  return {static_cast<const int64_t*>(address_of(seed)),
-          static_cast<uint32_t>(options.dropout_p * kDraws),
+  constexpr double kNumbers = 65536.;  // of 16 bits
+  const double threshold = std::min(std::nearbyint(options.dropout_p * kNumbers), kNumbers - 1);
+  return {static_cast<const int64_t*>(address_of(seed)), static_cast<uint32_t>(threshold),
           static_cast<float>(1 / (1 - options.dropout_p))};
 }
 

@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor> cuda_fp8_forward(
     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
     const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
-    int64_t window_right, bool lower_right, bool out_is_fp16) {
+    int64_t window_right, bool lower_right, bool out_is_fp16, bool fast) {
   const Options options{max_seqlen_q, max_seqlen_k, scale, softcap, window_left,
                         window_right, lower_right,  false, false,   false,
                         false,        90,           true};
@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor> cuda_fp8_forward(
   p.q_scale = describe_scale(q_scale, "q_scale", q, call);
   p.k_scale = describe_scale(k_scale, "k_scale", k, call);
   p.v_scale = describe_scale(v_scale, "v_scale", v, call);
-  p.out_is_fp16 = out_is_fp16;
+  p.out_is_fp16 = out_is_fp16, p.fast = fast;
 
   const OnDevice on_device(call.device);
   Tensor out = empty_like_layout(q, call.v_view.size[4],
@@ -133,12 +133,12 @@ std::string cuda_fp8_forward_kernels(
     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
     const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
-    int64_t window_right, bool lower_right, bool out_is_fp16, int64_t capability,
+    int64_t window_right, bool lower_right, bool out_is_fp16, bool fast, int64_t capability,
     int64_t processors, int64_t shared_per_sm, int64_t shared_per_block) {
   return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
     cuda_fp8_forward(q, k, v, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                      max_seqlen_k, scale, softcap, window_left, window_right, lower_right,
-                     out_is_fp16);
+                     out_is_fp16, fast);
   });
 }
 

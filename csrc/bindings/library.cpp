@@ -52,10 +52,11 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   m.def("cuda_prepared_backward(Tensor? dout, Tensor? dlse, " TENSORS
         "Tensor out, Tensor lse, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dbias, " SCALARS
         "bool deterministic, int generation, bool weighted=False, " KINDS_OF_BIAS ") -> Tensor");
-#define FP8                                                                                     \
-  "Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, Tensor? "   \
-  "cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, " \
-  "float softcap, SymInt window_left, SymInt window_right, bool lower_right, bool out_is_fp16"
+#define FP8                                                                                      \
+  "Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, Tensor? "    \
+  "cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, "  \
+  "float softcap, SymInt window_left, SymInt window_right, bool lower_right, bool out_is_fp16, " \
+  "bool fast"
   m.def("cuda_fp8_forward(" FP8 ") -> (Tensor out, Tensor lse)");
   m.def("cuda_fp8_forward_kernels(" FP8 ", " DEVICE);
   // The schema of flashsci/call/paged_ops.py for other backends, plus the generation.

@@ -9,12 +9,13 @@ extern "C" {
 #endif
 
 // Probabilities are dropped after the softmax: P of query i and key j is kept, and multiplied by
-// keep_scale, if word j % 4 of Philox4x32-10 is at least `threshold`. Its key is seed[0], its
-// counter (seed[1], b * heads_q + h, i, j / 4) in 32 bits each, where b is the index of the batch
-// entry or of the packed sequence. flashsci.dropout_mask gives the same mask.
+// keep_scale, if its 16 bits of Philox4x32-7 are at least `threshold`: of word j % 8 / 2 the low half
+// for even j, the high half for odd j. The key is seed[0], the counter (seed[1], b * heads_q + h, i,
+// j / 8) in 32 bits each, where b is the index of the batch entry or of the packed sequence.
+// flashsci.dropout_mask gives the same mask.
 typedef struct FlashsciDropout {
   const int64_t* seed;  // [2] on the device
-  uint32_t threshold;   // floor(p * 2^32)
+  uint32_t threshold;   // min(round(p * 2^16), 2^16 - 1)
   float keep_scale;     // 1 / (1 - p)
 } FlashsciDropout;
 

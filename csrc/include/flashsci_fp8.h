@@ -22,11 +22,11 @@ typedef struct FlashsciScales {
 #define FLASHSCI_ONE_SCALE 30
 
 // q, k, v in e4m3; out in bf16 or fp16. `call` has no bias, no mask and the default precision; its
-// lse is always written.
+// lse is always written. fast: sums of the tensor cores may run over all keys and columns.
 typedef struct FlashsciFp8ForwardParams {
   FlashsciForwardParams call;
   FlashsciScales q_scale, k_scale, v_scale;
-  int32_t out_is_fp16;
+  int32_t out_is_fp16, fast;
 } FlashsciFp8ForwardParams;
 
 FLASHSCI_API int flashsci_forward_sm90_e4m3(const FlashsciFp8ForwardParams* params,

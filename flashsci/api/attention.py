@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashsci.api import fp8
 from flashsci.api.block_mask import BlockMask, is_held, parts
-from flashsci.call import arguments, transforms
+from flashsci.call import arguments, head_padding, transforms
 from flashsci.call import mask_tiles as tables
 from flashsci.call.dispatch import run, seed_for
 from flashsci.call.kinds import Dense, Role, fields
@@ -70,6 +70,7 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    fp8_accumulate: str = "safe",
     backend: str = "auto",
 ) -> Any:
     """Exact softmax attention, ``softmax(softcap(scale q k^T) + bias) v``, differentiable in q, k,
@@ -119,7 +120,7 @@ def attention(
             Gemma), or "biased", their sum (as AlphaGenome, x-transformers). mask, causal and window hide keys after it.
             Under "biased" a large negative number in the bias becomes ``-softcap``, and its key stays visible; -inf
             hides it.
-        dropout_p: probability of dropping an entry of P, in [0, 1).
+        dropout_p: probability of dropping an entry of P, in [0, 1), to within 2^-17.
         dropout_seed: int64 tensor [2] (seed, offset) on q's device; None draws one from torch's
             generator. Every backend drops the same entries: see :func:`flashsci.dropout_mask`.
         return_lse: return ``(out, lse)`` instead of ``out``.
@@ -135,6 +136,11 @@ def attention(
             head ``[..., H, ceil(S / 128 or 64)]``, with the leading dims of the tensor itself; None: 1.
             :func:`flashsci.quantize` makes both.
         out_dtype: for float8_e4m3fn tensors only: bfloat16 (None) or float16.
+        fp8_accumulate: for float8_e4m3fn tensors: how long tensor cores, which keep about 14 bits of a sum, may add
+            products before float32 takes over. "safe": over a tile of 64 or 128 keys, or 128 columns of q and k.
+            "fast": over all keys and columns, if a kernel gains by it: on Hopper for head dims above 192 and values above
+            128, where v has one scale or one for each head. Other calls are as in "safe". The error of "fast" grows
+            with the keys: docs/guide/fp8.md has a table.
         backend: "auto", "reference", "sdpa", "eager", "triton" or "cuda"; see :func:`flashsci.explain`.
 
     Returns:
@@ -146,7 +152,7 @@ def attention(
     Raises:
         TypeError: dtypes that do not fit (a bool bias: use ``mask``), options of another type, DTensors with other tensors.
         ValueError: shapes, devices or options that do not fit; float8_e4m3fn tensors and scales that require grad, have a tangent
-            or are mapped by ``torch.vmap``.
+            or are mapped by ``torch.vmap``; ``fp8_accumulate="fast"`` with other tensors than those.
         BackendError: the backend asked for cannot serve the call; its message says which backends can.
 
     Under autocast q, k and v are cast as SDPA casts them; the bias is never cast. Jagged nested tensors ``[B, H, j,
@@ -173,6 +179,10 @@ def attention(
         >>> weighted = flashsci.attention(q, k, v, key_weight=cutoff)
         >>> torch.allclose(weighted, flashsci.attention(q, k, v, bias=cutoff.log()), atol=1e-6)
         True
+        >>> q8, k8, v8 = (flashsci.quantize(x, "head") for x in (q, k, v))
+        >>> scales = dict(q_scale=q8.scale, k_scale=k8.scale, v_scale=v8.scale)
+        >>> flashsci.attention(q8.values, k8.values, v8.values, **scales, fp8_accumulate="fast").dtype
+        torch.bfloat16
 
     Source: Milakov, Gimelshein, arXiv:1805.02867 (online softmax); Dao et al., arXiv:2205.14135 and
         2307.08691; Press, Smith, Lewis, arXiv:2108.12409 (ALiBi); Xiao et al., arXiv:2309.17453 (sinks; as
@@ -183,7 +193,7 @@ def attention(
     if mask is not None and isinstance(mask, BlockMask):
         block = mask
         mask, tiles = (mask.mask, mask.tiles) if mask.extent is None else parts(mask)
-    if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None:
+    if dropout_seed is q_scale is k_scale is v_scale is out_dtype is None and fp8_accumulate == "safe":
         entry: Any = "dense"
         seen: tuple[Any, ...] = (q, k, v)
         if not (bias is key_weight is mask is alibi_slopes is sink is pair_gate is None):
@@ -213,19 +223,20 @@ def attention(
         return on_shards(
             attention,
             {name: x for name, x in shards.items() if x is not None},
-            dict(pair_gate=pair_gate, dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype),
+            dict(pair_gate=pair_gate, dropout_p=dropout_p, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype,
+                 fp8_accumulate=fp8_accumulate != "safe"),
             causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at, return_lse=return_lse,
             deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
     arguments.check_types(
         q, k, v, bias=bias, mask=mask, key_weight=key_weight, alibi_slopes=alibi_slopes, sink=sink, pair_gate=pair_gate
     )  # fmt: skip
-    if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
+    options = arguments.Options.of(
+        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
+    )
+    if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None and fp8_accumulate == "safe"):
         scaled = fp8.FP8Options(
-            q_scale, k_scale, v_scale, out_dtype, bias, key_weight, mask, alibi_slopes, sink, pair_gate
-        )
-        options = arguments.Options.of(
-            causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
+            q_scale, k_scale, v_scale, out_dtype, fp8_accumulate, bias, key_weight, mask, alibi_slopes, sink, pair_gate
         )
         return fp8.dense(q, k, v, scaled, options, backend)
     if q.is_nested:
@@ -236,13 +247,14 @@ def attention(
             causal=causal, window=window, align=align, scale=scale, softcap=softcap, softcap_at=softcap_at,
             dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, deterministic=deterministic, precision=precision, backend=backend,
         )  # fmt: skip
-    options = arguments.Options.of(
-        causal, window, align, scale, softcap, dropout_p, return_lse, deterministic, precision, softcap_at
-    )
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
-    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink, pair_gate)
     given = Dense(q, k, v, bias, key_weight, mask, alibi_slopes, sink, pair_gate)
+    if head_padding.pays(q, k, v, options, backend):
+        others = {"dropout_seed": dropout_seed, "backend": backend, "mask": mask if block is None else block}
+        found = head_padding.attend(attention, given, options, **others)
+        return found if return_lse else found[0]
+    needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink, pair_gate)
     tabled = tiles is not None and pair_gate is None  # the kernels of gated calls read masks
     plan = _plan(given, options, needs_grad, backend, tabled)
     if tiles is not None and not (tabled and plan.computes_by(tiles, given, is_held(block))):

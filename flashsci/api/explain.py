@@ -18,7 +18,7 @@ from flashsci.api.paged import paged_attention
 from flashsci.api.residual import residual_attention
 from flashsci.api.varlen import describe as describe_packed
 from flashsci.api.varlen import varlen_attention
-from flashsci.call import arguments, transforms
+from flashsci.call import arguments, head_padding, transforms
 from flashsci.call.fp8_ops import FP8Tensors
 from flashsci.call.kinds import Dense, Packed, Role, fields, named
 from flashsci.call.ops import Tensors
@@ -94,12 +94,15 @@ def _attention(backend: str, given: dict[str, Any]) -> explanation.Explanation:
     }
     arguments.check_types(q, k, v, **others)
     of_fp8 = {n: given[n] for n in ("q_scale", "k_scale", "v_scale", "out_dtype")}
+    accumulate = given["fp8_accumulate"]
     offsets = [getattr(tensors, name) for name in named(declared, Role.INDEX)]
     longest = given.get("max_seqlen_q"), given.get("max_seqlen_k")
-    if q.dtype == fp8.FP8 or any(x is not None for x in of_fp8.values()):
-        scaled = fp8.FP8Options(**of_fp8, **others)
+    if q.dtype == fp8.FP8 or accumulate != "safe" or any(x is not None for x in of_fp8.values()):
+        scaled = fp8.FP8Options(**of_fp8, fp8_accumulate=accumulate, **others)
         return _fp8(backend, (q, k, v), scaled, shared, tuple(offsets), longest)
     q, k, v = autocast(q, k, v)
+    if head_padding.pays(q, k, v, shared, backend, *offsets[:1]):
+        q, k, v = (head_padding.in_whole_pieces(x) for x in (q, k, v))
     tensors = tensors._replace(q=q, k=k, v=v, bias=arguments.widened(tensors.bias, q.dtype))
     needs_grad = transforms.needs_grad(*tensors)
     describe: Any = describe_packed if packed else functools.partial(describe_dense, tiled=tiles is not None)
@@ -197,7 +200,7 @@ def _fp8(
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     without = (None if x is None else naming.without_memory(x).contiguous() for x in edges or (None, None))
-    scalars = fp8.scalars_of(q, options, *longest, given.out_dtype)
+    scalars = fp8.scalars_of(q, options, *longest, given)
     tensors = FP8Tensors(q, k, v, *scales, *without)
     return replace(found, kernel=naming.fp8(tensors, scalars, rows[0].device))
 

@@ -20,6 +20,7 @@ from flashsci.choice import backends, tuning
 from flashsci.choice.choose import decide
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
+ACCUMULATE = ("safe", "fast")
 
 
 class FP8Options(NamedTuple):
@@ -29,6 +30,7 @@ class FP8Options(NamedTuple):
     k_scale: Tensor | None
     v_scale: Tensor | None
     out_dtype: torch.dtype | None
+    fp8_accumulate: str
     # Features of Problem that these calls do not have, by name.
     bias: Tensor | None = None
     key_weight: Tensor | None = None
@@ -45,7 +47,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, given: FP8Options, options: arguments
     if run is None:
         described = describe(q, k, v, given, options)
         leading = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-        compute = functools.partial(_dense, leading, scalars_of(q, options, None, None, given.out_dtype))
+        compute = functools.partial(_dense, leading, scalars_of(q, options, None, None, given))
         again = functools.partial(_dense_again, given, options)
         run = _chosen(described, backend, tensors, again, compute, call)
     out, lse = run(tensors)
@@ -76,11 +78,11 @@ def _repeated(
     backend: str,
 ) -> tuple[Run | None, Call | None]:
     """:func:`flashsci.call.plans.repeated`, for calls without features that no kernel on 8-bit floats has."""
-    if not all(map(absent, given[4:])):
+    if not all(map(absent, given[5:])):
         return None, None
     seen = tuple(filter(present, tensors))
     kind = (entry, *map(absent, tensors))
-    return repeated(kind, seen, (*options, given.out_dtype, *others), None, backend)
+    return repeated(kind, seen, (*options, *given[3:5], *others), None, backend)
 
 
 def _chosen(
@@ -152,7 +154,7 @@ def packed(
         arguments.check_cu_seqlens_contents("cu_seqlens_q", cu_seqlens[0], q.shape[0], longest[0])
         arguments.check_cu_seqlens_contents("cu_seqlens_k", cu_seqlens[1], k.shape[0], longest[1])
     if run is None:
-        compute = functools.partial(_packed, scalars_of(q, options, *longest, given.out_dtype))
+        compute = functools.partial(_packed, scalars_of(q, options, *longest, given))
         again = functools.partial(_packed_again, longest, given, options)
         run = _chosen(described, backend, (q, k, v, *cu_seqlens, *given[:3]), again, compute, call)
     out, lse = run(tensors)
@@ -194,9 +196,11 @@ def describe(
     Raises:
         TypeError, ValueError: as :func:`flashsci.attention` documents.
     """
+    if given.fp8_accumulate not in ACCUMULATE:
+        raise ValueError(f"fp8_accumulate must be one of {ACCUMULATE}, got {given.fp8_accumulate!r}")
     if not q.dtype == k.dtype == v.dtype == FP8:
         _refuse_dtypes(q, k, v, given)
-    others = {name: x for name, x in given._asdict().items() if name != "out_dtype"}
+    others = {name: x for name, x in given._asdict().items() if name not in ("out_dtype", "fp8_accumulate")}
     arguments.check_types(q, k, v, **others)
     if q.is_nested:
         raise ValueError(
@@ -232,6 +236,11 @@ def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor, given: FP8Options) -> None:
             f"q, k, v must share one dtype, got {dtypes}; flashsci.quantize makes float8_e4m3fn of what is not"
         )
     names = [n for n in ("q_scale", "k_scale", "v_scale", "out_dtype") if getattr(given, n) is not None]
+    if not names:
+        raise ValueError(
+            f'fp8_accumulate="{given.fp8_accumulate}" is for float8_e4m3fn q, k, v (flashsci.quantize makes them), got {dtypes}; '
+            "leave it out"
+        )
     raise TypeError(
         f"{', '.join(names)} belong{'s' if len(names) == 1 else ''} to float8_e4m3fn q, k, v (flashsci.quantize makes them), got "
         f"{dtypes}; leave {'it' if len(names) == 1 else 'them'} out"
@@ -305,10 +314,10 @@ def scalars_of(
     options: arguments.Options,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-    out_dtype: torch.dtype | None,
+    given: FP8Options,
 ) -> FP8Scalars:
     every = options.scalars(q.shape[-1], max_seqlen_q, max_seqlen_k)
     return FP8Scalars(
         every.max_seqlen_q, every.max_seqlen_k, every.scale, every.softcap, every.window_left, every.window_right,
-        every.lower_right, out_dtype or torch.bfloat16, options.return_lse,
+        every.lower_right, given.out_dtype or torch.bfloat16, options.return_lse, given.fp8_accumulate == "fast",
     )  # fmt: skip

@@ -44,10 +44,11 @@ def quantize(
         per: the part that shares a scale: "tensor", all of x; "head", a head of a batch member or sequence; "block",
             ``block`` rows of a head.
         block: 128 or 64 rows; without effect for other values of ``per``.
-        smooth: first take the mean over rows (packed: over all rows) from every row. For k alone: a softmax does not
+        smooth: first take the mean over rows (packed: over all rows) from every row. Not for q. For k: a softmax does not
             change when all its scores move by ``scale * <q, mean>``, so out is exact, but the lse is lower by that
             amount: add it where the lse matters (see the examples). Out is not exact under a softcap, which bounds
-            scores after they have moved. From SageAttention; it helps if keys share large components.
+            scores after they have moved. From SageAttention; it helps if keys share large components. For v: add the mean
+            to out, since weights sum to 1; it helps where ``fp8_accumulate="fast"``.
         rotate: multiply every row by an orthogonal matrix: a Hadamard matrix with fixed signs. Rotate q and k
             together: their products do not change. It helps if single columns are much larger than the others
             (QuaRot, FlashAttention-3). If D is no power of two, parts of the largest power of two that divides it are

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashsci.api import fp8
-from flashsci.call import arguments, transforms
+from flashsci.call import arguments, head_padding, transforms
 from flashsci.call.arguments import contents_are_seen
 from flashsci.call.dispatch import run, seed_for
 from flashsci.call.kinds import Packed, Role, fields
@@ -72,6 +72,7 @@ def varlen_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    fp8_accumulate: str = "safe",
     backend: str = "auto",
 ) -> Any:
     """Exact softmax attention of N packed sequences: each sequence attends only to itself, at any length.
@@ -121,7 +122,7 @@ def varlen_attention(
     """
     again = call = None
     featureless = sink is dropout_seed is bias is key_weight is None
-    if featureless and q_scale is k_scale is v_scale is out_dtype is None:
+    if featureless and q_scale is k_scale is v_scale is out_dtype is None and fp8_accumulate == "safe":
         # None means one tensor for both offsets.
         other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
         every = (q, k, v, cu_seqlens_q, other, alibi_slopes)
@@ -142,21 +143,24 @@ def varlen_attention(
     max_seqlen_q = arguments.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = arguments.length("max_seqlen_k", max_seqlen_k)
     validate = arguments.flag("validate", validate)
-    if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None):
-        scaled = fp8.FP8Options(q_scale, k_scale, v_scale, out_dtype, bias, key_weight, None, alibi_slopes, sink)
+    if q.dtype is FP8 or not (q_scale is k_scale is v_scale is out_dtype is None and fp8_accumulate == "safe"):
+        scaled = fp8.FP8Options(
+            q_scale, k_scale, v_scale, out_dtype, fp8_accumulate, bias, key_weight, None, alibi_slopes, sink
+        )
         edges = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        longest = max_seqlen_q, max_seqlen_k
-        return fp8.packed(q, k, v, edges, longest, scaled, options, validate, backend)
+        return fp8.packed(q, k, v, edges, (max_seqlen_q, max_seqlen_k), scaled, options, validate, backend)
     q, k, v = autocast(q, k, v)
     bias = arguments.widened(bias, q.dtype)
+    given = Packed(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink)
+    longest = max_seqlen_q, max_seqlen_k
+    if head_padding.pays(q, k, v, options, backend, cu_seqlens_q):
+        lengths = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, validate=validate)
+        found = head_padding.attend(
+            varlen_attention, given, options, dropout_seed=dropout_seed, backend=backend, **lengths
+        )
+        return found if return_lse else found[0]
     needs_grad = transforms.needs_grad(q, k, v, bias, key_weight, alibi_slopes, sink)
-    plan = _plan(
-        Packed(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, key_weight, alibi_slopes, sink),
-        (max_seqlen_q, max_seqlen_k),
-        options,
-        needs_grad,
-        backend,
-    )
+    plan = _plan(given, longest, options, needs_grad, backend)
     if plan.choice.forward in ("reference", RECORDED.name):  # also of a plan that an unmapped call has left
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if x is not None:
@@ -196,7 +200,7 @@ def _record(plan: Plan, packed_rows: Given) -> tuple[Tensor, Tensor]:
 
 def _repeating(plan: Plan, needs_grad: bool, again: Run) -> Run:
     """A run for repeats of a call, from the tensors of :func:`flashsci.call.ops.packed`; ``again`` takes its result."""
-    if needs_grad and plan.as_given:
+    if needs_grad and plan.as_given and not plan.scalars.dropout_p:
         from flashsci.call.autograd import apply_packed
 
         def run(given: Given) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ freed graph stays freed. No fused SDPA kernel differentiates twice; flashsci/cal
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,9 +80,9 @@ def _merged_mask(
     return merged if keep is None else merged.masked_fill(~keep, float("-inf"))
 
 
-def _four_dims(x: Tensor | None, batch: torch.Size) -> Tensor | None:
+def _four_dims(x: Tensor, batch: torch.Size) -> Tensor:
     """[*, H, S, D] as [B, H, S, D]; leading dims of a mask that are all broadcast stay one dim of size 1."""
-    if x is None or x.dim() == 4:
+    if x.dim() == 4:
         return x
     if x.dim() < 4:
         return x.reshape(*(1,) * (4 - x.dim()), *x.shape)
@@ -89,21 +90,31 @@ def _four_dims(x: Tensor | None, batch: torch.Size) -> Tensor | None:
     return (x if leading.numel() == 1 else x.expand(*batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars) -> Tensor:
-    merged, is_causal = None, False
-    # torch's kernel for the CPU masks before it scales: -inf times 0 or less gives NaN (torch 2.13).
-    plain = bias is None and mask is None and not scalars.lower_right and scalars.scale > 0
+def _flags(q: Tensor, k: Tensor, alone: bool, scalars: Scalars) -> dict[str, Any]:
+    """torch's flags for a causal call and for grouped heads. ``alone``: without bias and mask. A window that is not
+    ``is_causal`` needs a mask."""
+    flags: dict[str, Any] = {"is_causal": False}
+    # torch's kernel for the CPU masks before it scales: -inf times 0 or less gives NaN (torch 2.13). Under a compiler comparisons
+    # may be symbols, which torch does not take as flags.
+    plain = alone and not scalars.lower_right and scalars.scale > 0
     if plain and scalars.window_left < 0 and scalars.window_right == 0:
-        is_causal = True
-    else:
-        merged = _merged_mask(q, k, bias, mask, scalars)
+        flags["is_causal"] = True
+    if q.dim() > 2 and q.shape[-3] != k.shape[-3]:
+        flags["enable_gqa"] = True
+    return flags
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scalars: Scalars) -> Tensor:
+    arguments = _flags(q, k, bias is None and mask is None, scalars)
+    merged = None if arguments["is_causal"] else _merged_mask(q, k, bias, mask, scalars)
+    shape, batch, dtype = (*q.shape[:-1], v.shape[-1]), q.shape[:-3], q.dtype
     if merged is not None:
         if merged.dim() < q.dim():
             merged = merged.reshape(*(1,) * (q.dim() - merged.dim()), *merged.shape)
         # SDPA broadcasts every dim except the last, and reads the last with stride 1.
         merged = merged.expand(*merged.shape[:-1], k.shape[-2])
         merged = merged if merged.stride(-1) == 1 else merged.contiguous()
-    shape, batch, dtype = (*q.shape[:-1], v.shape[-1]), q.shape[:-3], q.dtype
+        merged = _four_dims(merged, batch)
     scale = scalars.scale
     if dtype is not torch.float16 and not TINY < abs(scale) < 1 / TINY:
         # Products that are scaled afterwards may overflow. A power of two scales q without an error.
@@ -113,11 +124,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
     if gpu and merged is not None and merged.dtype not in (torch.bool, dtype):
         # The kernels of GPUs take only a bias of q's dtype; the kernel of the CPU also takes fp32 with 16 bits.
         q, k, v = q.to(merged.dtype), k.to(merged.dtype), v.to(merged.dtype)
-    q, k, v = (aligned(x if x.dim() == 4 else _four_dims(x, batch)) for x in (q, k, v))  # type: ignore[arg-type]
-    merged = _four_dims(merged, batch)
-    arguments: dict[str, Any] = dict(attn_mask=merged, is_causal=is_causal, scale=scale)
-    if q.shape[1] != k.shape[1]:
-        arguments["enable_gqa"] = True
+    q, k, v = (aligned(x if x.dim() == 4 else _four_dims(x, batch)) for x in (q, k, v))
+    arguments["attn_mask"], arguments["scale"] = merged, scale
     if gpu and _only_bias_has_gradient(q, k, v, merged):
         q = Following.apply(q, merged)
     if merged is not None and merged.dtype == torch.float32 and casts_to(q) is not None:
@@ -128,6 +136,33 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
     if gpu and out.requires_grad and torch.compiler.is_compiling():
         out = LaidOut.apply(out)  # elsewhere second_order.SecondOrder does it
     return out.to(dtype).reshape(shape)
+
+
+def prepared(tensors: Tensors, scalars: Scalars) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """A function that computes out of q, k, v with the shapes and strides of these; None where SDPA's kernels need more than
+    their addresses to be aligned."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    if not (
+        on_gpu(q)
+        and all(x is None for x in tensors[3:])
+        and q.dim() == k.dim() == v.dim() == 4
+        and 0 not in (q.numel(), k.numel())
+        and q.shape[-1] == v.shape[-1]
+        and scalars.window_left < 0
+        and TINY < scalars.scale < 1 / TINY
+        and all(aligned(x) is x for x in (q, k, v))
+    ):
+        return None
+    arguments = {**_flags(q, k, True, scalars), "scale": scalars.scale}
+    if scalars.window_right >= 0 and not arguments["is_causal"]:
+        return None
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            q, k, v = aligned(q), aligned(k), aligned(v)
+        return attend(q, k, v, **arguments)
+
+    return run
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:

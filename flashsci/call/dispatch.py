@@ -32,7 +32,7 @@ def run(
     """(out, lse) of the backend that a plan names, with autograd nodes where needed.
 
     Args:
-        call: the key and the tensors of the call, if it may be remembered.
+        call: the key and the tensors of the call, if it may be remembered; a seed of dropout was drawn then, not given.
         around: wraps the function that computes from these tensors into one that computes the whole call.
         reads_lse: whether the caller reads the lse.
         record: computes and records a call whose tensors kernels take as given, as its repeats do.
@@ -44,13 +44,11 @@ def run(
 
         return attend(plan, tensors, sink, needs_grad, call)
     if not module.FUSED:
-        tensors = plan.raised(tensors)
-        twice = needs_grad and plan.choice.forward in second_order.BACKENDS
-        given = second_order.first_order(tensors) if twice else tensors
-        out, lse = module.forward(given, plan.scalars)
-        if twice:
-            out = second_order.differentiable_twice(out, tensors, plan.scalars)
-        return follow_layout(out, tensors.q), lse
+        if call is not None and plan.settled and not plan.scalars.dropout_p and bypasses_dispatcher(tensors):
+            remember(call, around(_again_unfused(plan, tensors, needs_grad)))
+        found = _unfused(plan, needs_grad, tensors)
+        plan.settled = True
+        return found
     # A compiler does not say which transforms it traces: there, a gradient may always be wanted.
     if torch.compiler.is_compiling() or transforming_eagerly():
         # Code that a compiler traces imports nothing from the package itself: torch before 2.12 accepts only modules
@@ -63,8 +61,9 @@ def run(
     if needs_grad and learnt_slopes.are_learnt(tensors):
         return learnt_slopes.attend(plan, tensors)
     direct = bypasses_dispatcher(tensors)
-    if direct and call is not None and plan.settled and not plan.scalars.dropout_p:
-        remember(call, around(_again(plan, tensors, needs_grad, reads_lse)))
+    if direct and call is not None and plan.settled:
+        again = _again(plan, tensors, needs_grad, reads_lse)
+        remember(call, around(_drawing(again) if plan.scalars.dropout_p else again))
     tensors = plan.to_save(tensors, needs_grad, direct)
     if needs_grad and record is not None and direct and plan.as_given:
         return record(plan)
@@ -74,6 +73,26 @@ def run(
         result = apply(plan, direct, *tensors)
         return result
     return plan.prepared(tensors)(tensors) if direct else module.forward(tensors, plan.scalars)
+
+
+def _unfused(plan: Plan, needs_grad: bool, given: Given) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of a backend whose graph is autograd's own."""
+    tensors = plan.raised(given)
+    twice = needs_grad and plan.choice.forward in second_order.BACKENDS
+    first = second_order.first_order(tensors) if twice else tensors
+    out, lse = plan.module.forward(first, plan.scalars)
+    if twice:
+        out = second_order.differentiable_twice(out, tensors, plan.scalars)
+    return follow_layout(out, tensors.q), lse
+
+
+def _again_unfused(plan: Plan, tensors: Tensors, needs_grad: bool) -> Any:
+    """A run of later calls of plain tensors like these, by such a backend."""
+    if plan.rank is None and plan.choice.forward in second_order.BACKENDS:
+        found = second_order.prepared(tensors, plan.scalars, needs_grad)
+        if found is not None:
+            return found
+    return functools.partial(_unfused, plan, needs_grad)
 
 
 def _again(plan: Plan, tensors: Tensors, needs_grad: bool, reads_lse: bool) -> Run:
@@ -97,6 +116,18 @@ def _again(plan: Plan, tensors: Tensors, needs_grad: bool, reads_lse: bool) -> R
     if plan.as_given:
         return run
     return lambda given: run(plan.ready(Tensors(*given), needs_grad, True))
+
+
+_SEED = Tensors._fields.index("dropout_seed")
+
+
+def _drawing(run: Run) -> Run:
+    """The run with a fresh seed for each call, as calls that are given none draw it."""
+
+    def drawn(given: Given) -> tuple[Tensor, Tensor]:
+        return run((*given[:_SEED], draw_seed(given[0].device), *given[_SEED + 1 :]))
+
+    return drawn
 
 
 @functools.cache

@@ -49,7 +49,8 @@ class FP8Tensors(NamedTuple):
 
 
 class FP8Scalars(NamedTuple):
-    """The options of one call: 0 is off (softcap), -1 is none (windows) or unknown (longest lengths)."""
+    """The options of one call: 0 is off (softcap), -1 is none (windows) or unknown (longest lengths). ``fast``: sums of
+    the tensor cores may run over all keys, and over all columns of q and k."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -60,6 +61,7 @@ class FP8Scalars(NamedTuple):
     lower_right: bool
     out_dtype: torch.dtype
     return_lse: bool
+    fast: bool
 
 
 FP8Attention = Callable[[FP8Tensors, FP8Scalars], tuple[Tensor, Tensor]]

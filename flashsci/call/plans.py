@@ -72,6 +72,7 @@ class Plan:
         "module",
         "rank",
         "scalars",
+        "settled",
     )
 
     def __init__(
@@ -87,8 +88,10 @@ class Plan:
         self.leading = leading
         # The rank of q, k, v that bias, mask and key weights are to be raised to; None: they have it.
         self.rank = rank
+        # Whether `ready` has found out what it does, or a backend that takes tensors as they are has computed a call.
+        self.settled = False
         self.as_given = False  # whether kernels are known to take these tensors without a copy
-        self._leaves_bias: bool | None = None  # whether kernels take it as it is
+        self._leaves_bias = True  # whether kernels take it as it is
         self._ragged: tuple[bool, bool] | None = None  # whether bias and mask are copied for their rows
         self._tabled: bool | None = None  # whether a table of the mask's tiles is made
         self._copied: Callable[[Tensor], Tensor] = with_inner_keys  # how other kernels get it
@@ -105,11 +108,6 @@ class Plan:
         """:func:`mask_tiles.serves` for its choice."""
         return mask_tiles.serves(table, given, self.module, self.choice.has_own_gradients, held)
 
-    @property
-    def settled(self) -> bool:
-        """Whether :meth:`ready` has found out what it does."""
-        return self._leaves_bias is not None
-
     def raised(self, tensors: Given) -> Tensors:
         """The tensors at one rank: views, which a compiler may see."""
         return Tensors(*tensors) if self.rank is None else raised(tensors, self.rank)
@@ -118,12 +116,13 @@ class Plan:
         """The tensors as kernels take them, with copies where needed. ``direct``: they are plain (``ops.bypasses_dispatcher``)."""
         tensors = tensors if self.rank is None else self.raised(tensors)
         rows = tensors.inner_contiguous(None)
-        if self._leaves_bias is None:
+        if not self.settled:
             # A copy that the gradients need as well is made here, for both.
             strided = rows.has_strided_bias() and hasattr(self.module, "takes_bias")
             self._leaves_bias = strided and self.module.takes_bias(rows, self.scalars, needs_grad)
             if rows.has_strided_bias() or row_pitch.ragged_bias(rows):
                 self._copied = bias_copy.choose(rows)
+            self.settled = True
         copied = self._copied if direct else with_inner_keys
         given = rows if self._leaves_bias else rows.inner_contiguous(copied)
         if self._tabled is None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashsci.backends import sdpa
 from flashsci.backends.sdpa_kernels import laid_out
 from flashsci.call import recompute
-from flashsci.call.ops import Scalars, Tensors
+from flashsci.call.ops import Given, Scalars, Tensors, fake_forward, follow_layout
 from flashsci.call.torch_state import transforming
 from flashsci.choice import backends, differentiate
 from flashsci.choice.gradients import named, written
@@ -37,6 +38,36 @@ def first_order(tensors: Tensors) -> Tensors:
     # SDPA has no gradient of key weights.
     q, k, v, bias = FirstOrder.apply(tensors.q, tensors.k, tensors.v, tensors.bias)
     return tensors._replace(q=q, k=k, v=v, bias=bias)
+
+
+#: The node of cuDNN's forward, which alone returns a gradient without a request for one.
+UNREQUESTED = "ScaledDotProductCudnnAttentionBackward0"
+
+
+def prepared(tensors: Tensors, scalars: Scalars, needs_grad: bool) -> Callable[[Given], tuple[Tensor, None]] | None:
+    """A function that computes calls of plain tensors like these by SDPA, as :func:`first_order`, its forward and
+    :func:`differentiable_twice` do; None where these have more to do than for q, k, v alone."""
+    forward = sdpa.prepared(tensors, scalars)
+    if forward is None:
+        return None
+    strides = fake_forward(tensors)[0].stride()
+
+    def run(given: Given) -> tuple[Tensor, None]:
+        q, k, v = given[0], given[1], given[2]
+        out = forward(q, k, v)
+        if needs_grad:
+            node = out.grad_fn
+            if node is not None and type(node).__name__ == UNREQUESTED:
+                node.register_hook(_ends)
+            out = apply_directly(out, scalars, *given)
+        return (out if out.stride() == strides else follow_layout(out, q)), None
+
+    return run
+
+
+def _ends(gradients: Sequence[Tensor | None], _: Any) -> tuple[None, ...] | None:
+    """A hook of SDPA's node: in a recorded backward its gradients go no further."""
+    return (None,) * len(gradients) if torch.is_grad_enabled() else None
 
 
 class FirstOrder(torch.autograd.Function):
@@ -82,6 +113,10 @@ class SecondOrder(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         found = recompute.gradients(_again(ctx.scalars), ctx.saved_tensors, wanted, (dout,))
         return None, None, *found
+
+
+#: ``apply`` without the search for functorch's tensors, for plain ones.
+apply_directly = super(torch.autograd.Function, SecondOrder).apply
 
 
 def _again(scalars: Scalars) -> Callable[..., tuple[Tensor]]:

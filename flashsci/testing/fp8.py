@@ -4,7 +4,7 @@ The exact meaning of the inputs is a call in fp32, :meth:`FP8Inputs.dequantised`
 themselves is no error of a kernel. Compared with that, the ordinary :class:`flashsci.testing.Judge` allows the
 unavoidable errors of two products in e4m3. P is rounded once to 1 part in 16, and no finer than 2^-17 of the largest
 P of its row. Out is rounded once to its own dtype. On a GPU, sums of 8-bit products keep 14 bits where others keep
-24. The sums of P, and with them lse, may be those of P before or after it is rounded. The limit on the largest error
+24; if they run over all keys (``fp8_accumulate="fast"``), out may lose 2^-15 of itself with each key. The sums of P, and with them lse, may be those of P before or after it is rounded. The limit on the largest error
 is one such rounding of every P, all of them upwards; the limits on gain and spread are those of independent
 roundings.
 """
@@ -24,13 +24,16 @@ from flashsci.testing.bounds import Finding, Judge
 from flashsci.testing.choices import Choices, SeededChoices, strategy_of
 from flashsci.testing.inputs import Inputs
 from flashsci.testing.poison import embed
-from flashsci.testing.roundings import Precisions, Rounding
+from flashsci.testing.roundings import Precisions, Rounding, finite
 
 LAYOUTS = ("heads", "rows", "joint", "unaligned")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 80), (96, 64), (40, 24))
 SCALES = ("none", "one", "head", "128", "64")
 E4M3 = Rounding(2.0**-4, 2.0**-14)  # for P, with the largest of a row as 256
 TENSOR_CORES = 2.0**-14  # unit roundoff of their sums of 8-bit products
+# The part of a sum over all keys that is lost with each key: products are cut where the sum so far has its last bit, and
+# lose half of it on average, 2^-14 of the sum; while the sum grows, that is 2^-15 of the last.
+LOST = 2.0**-15
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class FP8Case:
     right: int = 3
     scale: float | None = None
     sharp: float = 1.0  # a factor of q: large scores
+    accumulate: str = "safe"  # or "fast"
 
     @property
     def heads_q(self) -> int:
@@ -100,7 +104,8 @@ class FP8Inputs:
     def dequantised(self) -> Inputs:
         """The same attention in fp32."""
         options = {n: x for n, x in self.options.items() if not isinstance(x, Tensor)}
-        options.pop("out_dtype", None)
+        for name in ("out_dtype", "fp8_accumulate"):
+            options.pop(name, None)
         edges = [self.options.get(n) for n in ("cu_seqlens_q", "cu_seqlens_k")]
         q, k, v = (
             _times(x, self.options.get(f"{name}_scale"), of)
@@ -139,18 +144,36 @@ def _times(x: Tensor, scale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor
     return torch.cat(found)
 
 
+def on_tensor_cores(x: Tensor) -> bool:
+    """Whether sums of products of such tensors may keep 14 bits."""
+    return x.is_cuda
+
+
 class _Truth(Judge):
     sigmas = 4.0  # a fifth of a result would be five roundings to 1 part in 16
 
-    def __init__(self, inputs: Inputs, out_dtype: torch.dtype):
-        self.out_dtype = out_dtype
+    def __init__(self, inputs: Inputs, out_dtype: torch.dtype, fast: bool):
+        self.out_dtype, self.fast = out_dtype, fast
         super().__init__(inputs, fused=True)
 
     def precisions(self) -> Precisions:
         found = torch.finfo(self.out_dtype)
         unit = found.eps / 2
-        sums = TENSOR_CORES if self.inputs.q.is_cuda else torch.finfo(torch.float32).eps / 2
+        sums = torch.finfo(torch.float32).eps / 2
+        if on_tensor_cores(self.inputs.q):
+            sums = TENSOR_CORES * (2 if self.fast else 1)  # q k^T over 256 columns has the cuts of two over 128
         return Precisions(unit, sums, found.smallest_normal, unit, unit, unit, E4M3)
+
+    def _allowances(self) -> None:
+        super()._allowances()
+        v = self.inputs.v
+        if self.fast and on_tensor_cores(v) and v.numel():
+            edges = self.inputs.cu_seqlens_k
+            keys = v.shape[-2] if edges is None else max(edges.diff().tolist(), default=0)
+            lost = min(keys * LOST, 1.0)
+            self.floor["out"] += lost * finite(v).abs().max().item()
+            self.gain_floor["out"] += lost
+            self.spread_floor["out"] += lost * self.square["out"] ** 0.5
 
 
 class FP8Judge:
@@ -164,7 +187,8 @@ class FP8Judge:
 
     def __init__(self, inputs: FP8Inputs):
         self.out_dtype = inputs.options.get("out_dtype") or torch.bfloat16
-        self.judge = _Truth(inputs.dequantised(), self.out_dtype)
+        fast = inputs.options.get("fp8_accumulate") == "fast"
+        self.judge = _Truth(inputs.dequantised(), self.out_dtype, fast)
 
     def problems(self, results: dict[str, Tensor]) -> list[str]:
         """The faults of out and lse."""
@@ -211,6 +235,7 @@ def make_fp8_inputs(case: FP8Case, device: torch.device | str = "cpu") -> FP8Inp
         "scale": case.scale,
         "softcap": 5.0 if variant.softcap else None,
         "out_dtype": getattr(torch, variant.dtype),
+        "fp8_accumulate": case.accumulate,
     } | _window(case)
     tensors = []
     for name, lens, count, dim, kind in zip("qkv", lengths, heads, dims, case.scales, strict=True):
@@ -314,6 +339,7 @@ def draw_fp8(choices: Choices, pool: tuple[FP8Variant, ...] | None = None, longe
         right=choices.one_of((0, 3)),
         scale=choices.one_of((None, None, 0.3)),
         sharp=choices.one_of((1.0, 1.0, 4.0)),
+        accumulate=choices.one_of(("safe", "fast")),
     )
 
 

@@ -208,7 +208,8 @@ def test_sass_is_tensor_core_code():
         assert "LDSM.16.M88.4" in text and "LDSM.16.MT88.4" in text, name
         assert "LDGSTS" in text, name
         assert "DFMA" not in text and "DMUL" not in text, name
-    paged = sass(f"sm_{archs[-1]}", "sm805paged12paged_kernel")
+    of_paged = [a for a in archs if a != 90 or archs[0] == 90]  # cmake/left_out.txt
+    paged = sass(f"sm_{of_paged[-1]}", "sm805paged12paged_kernel")
     assert len(paged) == 2 * 3 * 3  # dtypes, head dims, what a cache holds
     for text in paged:
         name = text.split("\n", 1)[0]
@@ -259,8 +260,9 @@ def test_hopper_sass_uses_wgmma_and_tma():
         name = text.split("\n", 1)[0]
         assert "QGMMA.64x" in text and "HGMMA" not in text and "UTMALDG.5D" in text, name
         assert "LDSM.16.MT88.4" in text and "STSM.16.M88.4" in text and "UTMASTG.5D" in text, name
-        dim, packed = re.search(r"TilingILi(\d+)E.*ELb([01])E", name).groups()
-        if ("sm90/fp8_e4m3", dim, ("dense", "packed")[int(packed)]) not in SPILLS:
+        dim, fast, packed = re.search(r"TilingILi(\d+)E.*ELb([01])EEELb([01])E", name).groups()
+        variant = ("", "fast ")[int(fast)] + ("dense", "packed")[int(packed)]
+        if ("sm90/fp8_e4m3", dim, variant) not in SPILLS:
             assert not re.search(r"\b(LDL|STL)\b", text), f"{name} uses local memory"
         assert text.count("WARPGROUP.DEPBAR") < text.count("QGMMA.64x"), name
     decoding = sass("sm_90a", "sm906decode13decode_kernel")
@@ -341,12 +343,11 @@ SPILLS = {
     ("sm90/fp8_e4m3", "64", "dense"): 32,
     ("sm90/fp8_e4m3", "128", "dense"): 32,
     ("sm90/fp8_e4m3", "128", "packed"): 24,
+    ("sm90/fp8_e4m3", "256", "fast dense"): 80,  # of the warps that load and transpose, which have 24 registers
+    ("sm90/fp8_e4m3", "256", "fast packed"): 40,
     ("sm90/pair_fp32", "32", "backward"): 120,
     ("sm90/pair_bf16", "32", "backward"): 64,
     ("sm90/pair_fp16", "32", "backward"): 64,
-    # Whether the bias is capped is decided at run time.
-    ("sm80/dropout_bf16", "64", "backward bias mask"): 20,
-    ("sm80/dropout_fp16", "64", "backward bias mask"): 20,
 }
 # Of units without a loop over rows: what they spill they spill once, and took longer with fewer warps and more registers.
 STRAIGHT = {"sm80/small_bf16": 128, "sm80/small_fp16": 128, "sm80/small_fp32": 400}

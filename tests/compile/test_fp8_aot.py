@@ -42,7 +42,7 @@ def run(torch, host, dims, queries, options) -> None:
 
     scalars = host.FP8Scalars(
         -1, -1, 0.1, options.get("softcap", 0.0), options.get("window_left", -1), options.get("window_right", -1),
-        options.get("lower_right", False), getattr(torch, options.get("out_dtype", "bfloat16")), options.get("return_lse", True),
+        options.get("lower_right", False), getattr(torch, options.get("out_dtype", "bfloat16")), options.get("return_lse", True), False,
     )  # fmt: skip
     host.attention(host.FP8Tensors(q, k, v, scale(q), scale(k), scale(v), edges, edges), scalars)
 

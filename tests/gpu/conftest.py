@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from tests.support import judged_cases
 from tests.support.raw_calls import Findings, require
 
 
@@ -38,3 +39,17 @@ def findings(generation, dtype):
     found = Findings(generation)
     yield found
     found.done()
+
+
+@pytest.fixture
+def sm80():
+    """For the kernels of sm80, asked for by name."""
+    judged_cases.require("cuda:sm80")
+
+
+@pytest.fixture
+def launches_that_share_p(monkeypatch):
+    """Many cotangents or directions of one call have them also where other ways are faster."""
+    from flashsci.backends.triton.plans import many_backward
+
+    monkeypatch.setattr(many_backward, "NARROW", 64)

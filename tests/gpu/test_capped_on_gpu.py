@@ -25,12 +25,7 @@ KINDS = {
     "ALiBi": {},
     "ALiBi, packed": dict(lens_q=(100, 0, 33, 300), lens_k=(50, 20, 0, 333)),
 }
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def loaded():
-    judged_cases.require(NAME)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm80")]
 
 
 @pytest.mark.parametrize("deterministic", (False, True))

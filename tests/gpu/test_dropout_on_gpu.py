@@ -22,12 +22,7 @@ KINDS = {
     "bias of keys": dict(bias_shape=(2, 1, 1, 300)),
     "packed": dict(lens_q=(100, 0, 33, 300), lens_k=(50, 20, 0, 333)),
 }
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def loaded():
-    judged_cases.require(NAME)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm80")]
 
 
 def case_of(dtype, dims, kind, **others):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashsci.choice import backends
+from tests.support import judged_cases
 from tests.support.raw_op_calls import CALLS, COMPOSED, Right, all_ops
 from tests.support.raw_op_judge import judge, opcheck, wrong_calls
 
@@ -26,9 +26,7 @@ def context():
 
 def require(right: Right) -> None:
     """What this machine cannot run is a reason to skip, never a pass."""
-    reason = backends.BACKENDS[right.op.split("_")[0]].unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+    judged_cases.require(right.op.split("_")[0])
     capability = torch.cuda.get_device_capability()
     if right.op.startswith("cuda_fp8") and capability[0] != 9:
         pytest.skip("the kernel on 8-bit floats is for Hopper")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashsci.choice import backends
+from tests.support.judged_cases import require
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.gpu
@@ -70,9 +70,7 @@ CODE = """
 @pytest.mark.parametrize("backend", ["auto", "triton", "cuda"])
 def test_calls_of_every_kind(backend, tmp_path):
     if backend != "auto":
-        reason = backends.BACKENDS[backend].unavailable()
-        if reason is not None:
-            pytest.skip(f"{backend}: {reason}")
+        require(backend)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CODE.format(backend=backend))],

@@ -3,18 +3,10 @@
 import pytest
 import torch
 
-from flashsci.choice import backends
 from flashsci.testing import Inputs, Judge, evaluate
 
 NAME = "cuda:sm80"
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def loaded():
-    reason = backends.GENERATIONS[NAME].load().unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm80")]
 
 
 def draw(dim, seq, kind):

@@ -10,15 +10,11 @@ from flashsci.testing import Case, Judge, Variant, generate, make_inputs, poison
 from flashsci.testing.evaluation import evaluate_batch
 
 DEVICE = torch.device("cuda")
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*performance drop.*")]
-
-
-@pytest.fixture(autouse=True)
-def wherever_there_are_kernels(monkeypatch):
-    """Also the calls that are faster without them."""
-    from flashsci.backends.triton.plans import many_backward
-
-    monkeypatch.setattr(many_backward, "NARROW", 64)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("launches_that_share_p"),
+    pytest.mark.filterwarnings("ignore:.*performance drop.*"),
+]
 
 
 def judged(inputs, count, older=False):

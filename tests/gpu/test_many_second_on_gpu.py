@@ -11,15 +11,11 @@ from flashsci.testing.evaluation import evaluate_second_batch
 from flashsci.testing.second_tangents import second_direction
 
 DEVICE = torch.device("cuda")
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*performance drop.*")]
-
-
-@pytest.fixture(autouse=True)
-def wherever_there_are_kernels(monkeypatch):
-    """Also where they are slower than the way of the batch."""
-    from flashsci.backends.triton.plans import many_backward
-
-    monkeypatch.setattr(many_backward, "NARROW", 64)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("launches_that_share_p"),
+    pytest.mark.filterwarnings("ignore:.*performance drop.*"),
+]
 
 
 def judged(inputs, forward=False):

@@ -8,6 +8,7 @@ from flashsci.call import mask_tiles as tables
 from flashsci.call import plans
 from flashsci.choice import backends
 from flashsci.testing import Inputs, Judge, evaluate, poisoned_memory
+from tests.support import judged_cases
 
 pytestmark = pytest.mark.gpu
 SIZES = (517, 701)
@@ -15,9 +16,7 @@ SIZES = (517, 701)
 
 @pytest.fixture(autouse=True)
 def tables_of_any_size(monkeypatch):
-    reason = backends.BACKENDS["triton"].unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+    judged_cases.require("triton")
     monkeypatch.setattr(tables, "FEWEST_SCORES", 1)
     monkeypatch.setattr(tables, "FEWEST_READERS", 0)
     backends.load("triton")

@@ -36,8 +36,8 @@ from flashsci.testing import (
     make_paged_inputs,
     poisoned_memory,
 )
+from tests.support import judged_cases, raw_calls
 from tests.support import race_cases as races
-from tests.support import raw_calls
 from tests.support.race_cases import Call, FP8Call, PagedCall, Shape
 
 pytestmark = pytest.mark.gpu
@@ -48,19 +48,12 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if ON_GPU else 2
 
 
-def unavailable(generation: str, dtype: str) -> str | None:
-    """Why this machine cannot run a generation's kernels, or None."""
-    if generation in backends.BACKENDS:
-        return backends.BACKENDS[generation].unavailable()
-    suffix = next(s for s, d in races.DTYPES.items() if d == dtype)
-    return raw_calls.unavailable(generation, suffix)
-
-
 def require(generation: str, dtype: str) -> None:
     """A generation that this machine lacks is a reason to skip, never a pass."""
-    reason = unavailable(generation, dtype)
-    if reason is not None:
-        pytest.skip(f"{generation}: {reason}")
+    if generation in backends.BACKENDS:
+        judged_cases.require(generation)
+    else:
+        raw_calls.require(generation, next(s for s, d in races.DTYPES.items() if d == dtype))
 
 
 # --- one call ----------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 
-from flashsci.choice import backends
 from flashsci.testing import poisoned_memory
+from tests.support.judged_cases import require
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -24,9 +24,7 @@ SCALARS = {
 
 @pytest.fixture(autouse=True)
 def loaded():
-    reason = backends.BACKENDS["cuda"].unavailable()
-    if reason is not None:
-        pytest.skip(f"cuda: {reason}")
+    require("cuda")
     yield
     torch.cuda.synchronize()  # an access out of bounds would show here at the latest
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import flashsci
-from flashsci.choice import backends
+from tests.support.judged_cases import require
 
 pytestmark = pytest.mark.gpu
 B, H, S, D = 2, 4, 128, 64
@@ -35,9 +35,7 @@ def in_rank(name, x):
 @pytest.mark.parametrize("form", FORMS)
 def test_lower_ranks_and_sinks(backend, grad, offset, form):
     """An address off 16 bytes goes the general way behind a function that the library refuses."""
-    reason = backends.BACKENDS[backend].unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+    require(backend)
     kept = []
     for _ in range(4):
         q, k, v = (

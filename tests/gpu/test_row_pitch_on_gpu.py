@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import flashsci
-from flashsci.choice import backends
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs
+from tests.support.judged_cases import require
 
 pytestmark = pytest.mark.gpu
 
@@ -37,16 +37,10 @@ CASES = {
 }
 
 
-def needs(backend):
-    reason = backends.BACKENDS[backend].unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-
-
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name, backend):
-    needs(backend)
+    require(backend)
     judge = Judge(make_inputs(CASES[name], torch.device("cuda")))
     judge.require(evaluate(judge.inputs, backend))
 
@@ -68,7 +62,7 @@ def step(backend):
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("shape", (OWN, (1, 8, SEQ_Q, SEQ_K), (SEQ_Q, SEQ_K)), ids=str)
 def test_a_graph_reads_the_bias_of_its_replay(shape, backend):
-    needs(backend)
+    require(backend)
     given, run = made(*shape), step(backend)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -90,7 +84,7 @@ def test_a_graph_reads_the_bias_of_its_replay(shape, backend):
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("shape", (OWN, (1, 8, SEQ_Q, SEQ_K)), ids=str)
 def test_the_compiler_computes_the_same(shape, backend):
-    needs(backend)
+    require(backend)
     given = made(*shape)
 
     def loss(q, k, v, bias):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import flashsci
-from flashsci.choice import backends
 from flashsci.testing import (
     Case,
     Judge,
@@ -19,6 +18,7 @@ from flashsci.testing import (
 )
 from flashsci.testing.evaluation import evaluate_along
 from flashsci.testing.second_tangents import second_direction
+from tests.support.judged_cases import require
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.gpu
@@ -35,9 +35,7 @@ def cases(dtype):
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_generated_problems(dtype, backend, number):
-    reason = backends.BACKENDS[backend].unavailable()
-    if reason is not None:
-        pytest.skip(f"{backend}: {reason}")
+    require(backend)
     inputs = make_inputs(cases(dtype)[number], DEVICE)
     try:
         with poisoned_memory():

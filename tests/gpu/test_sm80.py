@@ -3,19 +3,11 @@
 import pytest
 import torch
 
-from flashsci.choice import backends
 from flashsci.testing import Case, Judge, Variant, evaluate, make_inputs, poisoned_memory
 
 DEVICE = torch.device("cuda")
 NAME = "cuda:sm80"
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def loaded():
-    reason = backends.find(NAME).unavailable()
-    if reason is not None:
-        pytest.skip(f"{NAME}: {reason}")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm80")]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -23,12 +23,7 @@ KINDS = {
     "pairs hidden": dict(mask_shape=(2, 1, 130, 300)),
     "keys hidden": dict(mask_shape=(2, 1, 1, 300), mask_kind="keys"),
 }
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def loaded():
-    judged_cases.require(NAME)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm80")]
 
 
 @pytest.mark.parametrize("deterministic", (False, True))

@@ -1,4 +1,4 @@
-"""Cases of one feature for a CUDA backend that is asked for by name, judged on this machine's GPU."""
+"""Backends that a test needs, and cases of one feature for one that is asked for by name, judged on this machine's GPU."""
 
 from __future__ import annotations
 

@@ -131,13 +131,14 @@ class FP8Call:
     block: str  # rows that share a scale
     packed: bool = False
     causal: bool = False
+    fast: bool = False
     generation: str = "sm90"
     dtype: str = "float8_e4m3fn"
     backend: str = "cuda"
     has_backward: ClassVar[bool] = False
 
     def __str__(self) -> str:
-        options = (n for n in ("packed", "causal") if getattr(self, n))
+        options = (n for n in ("packed", "causal", "fast") if getattr(self, n))
         words = (
             self.generation,
             "fp8",
@@ -151,7 +152,7 @@ class FP8Call:
     def cases(self, processors: int) -> Iterator[tuple[str, FP8Case]]:
         """Names and cases: the shapes of other calls, with scales."""
         dims = self.head_dim, self.head_dim_v
-        scales = ("head", self.block, self.block)
+        scales = ("head", self.block, "head" if self.fast else self.block)
         for i, shape in enumerate(shapes(Call("sm90", "bfloat16", *dims, self.packed, self.causal), processors)):
             if shape.judged is not None:  # too much for a judge
                 continue
@@ -161,7 +162,7 @@ class FP8Call:
             yield shape.name, FP8Case(
                 variant, i, shape.lens_q or (shape.seq_q,), shape.lens_k or (shape.seq_k,), () if self.packed else (shape.batch,),
                 shape.heads_k, shape.heads // shape.heads_k, scales=scales, align="lower_right" if shape.lower_right else "upper_left",
-                left=shape.window[0], right=shape.window[1],
+                left=shape.window[0], right=shape.window[1], accumulate="fast" if self.fast else "safe",
             )  # fmt: skip
 
 
@@ -447,16 +448,16 @@ def _small(instance: Instance) -> Iterator[Call]:
 
 
 def _fp8(instance: Instance) -> Iterator[FP8Call]:
-    found = re.fullmatch(r"(?:v (\d+) )?(dense|packed)", instance.variant)
+    found = re.fullmatch(r"(?:v (\d+) )?(fast )?(dense|packed)", instance.variant)
     if found is None:
         return
     dim = instance.head_dim
-    call = FP8Call(dim, int(found[1] or dim), "64", found[2] == "packed", causal=True)
+    call = FP8Call(dim, int(found[1] or dim), "64", found[3] == "packed", causal=True, fast=found[2] is not None)
     if instance.tile.endswith("x 128"):
         call = replace(call, block="128")
     yield call
     yield replace(call, causal=False)
-    if dim == 256:  # blocks of 64 keys, whatever shares a scale
+    if dim == 256 and not call.fast:  # blocks of 64 keys, whatever shares a scale
         yield replace(call, block="128")
 
 

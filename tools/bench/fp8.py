@@ -1,6 +1,7 @@
 """`python -m tools.bench.fp8`: attention on 8-bit floats, its time against 16 bits and FlashAttention-3, and its error.
 
-Times are of the attention alone, with inputs that were quantised before. A result is judged against the fp64
+Times are of the attention alone, with inputs that were quantised before. A backend with "+fast" behind its name
+(cuda+fast) is called with fp8_accumulate="fast", and with a scale for each head of v, which fast kernels need. A result is judged against the fp64
 oracle in a head and 256 queries before it is timed; results that fail have no time. Candidates are
 interleaved (timer.py). `--errors` prints the errors of 16-bit inputs that are quantised in each way, as a
 table in Markdown; it runs anywhere, without a GPU in Triton's interpreter (TRITON_INTERPRET=1, minutes).
@@ -9,6 +10,7 @@ table in Markdown; it runs anywhere, without a GPU in Triton's interpreter (TRIT
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +38,7 @@ LENGTHS = (1024, 4096, 16384, 65536)
 DIMS = (64, 128, 256)
 TOKENS = 16384  # smallest number in a batch
 JUDGED = 256  # queries
+FAST = "+fast"
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,17 @@ class Problem:
     v: Tensor
     inputs: FP8Inputs
 
+    @functools.cached_property
+    def fast(self) -> FP8Inputs:
+        """The call with sums of the tensor cores that run over all keys."""
+        v, v_scale, _ = flashsci.quantize(self.v, "head")
+        options = {"v_scale": v_scale, "fp8_accumulate": "fast"}
+        return replace(self.inputs, v=v, options=self.inputs.options | options)
+
+    def of(self, name: str) -> FP8Inputs:
+        """The 8-bit inputs of a backend."""
+        return self.fast if name.endswith(FAST) else self.inputs
+
 
 def problem_of(cell: Cell, device: torch.device) -> Problem:
     random = torch.Generator(device).manual_seed(0)
@@ -99,8 +113,8 @@ def quantised(tensors: tuple[Tensor, ...], per: str, smooth: bool = False, rotat
 def candidates(cell: Cell, x: Problem, names: list[str]) -> dict[str, Callable[[], Tensor]]:
     """The names that can run this call."""
     found: dict[str, Callable[[], Tensor]] = {}
-    eight = x.inputs
     for name in names:
+        eight = x.of(name)
         try:
             if name == "bf16":
                 found[name] = partial(flashsci.attention, x.q, x.k, x.v, causal=cell.causal)
@@ -109,7 +123,7 @@ def candidates(cell: Cell, x: Problem, names: list[str]) -> dict[str, Callable[[
             elif name == "fa3":
                 found[name] = _fa3(fa3.load(os.environ.get(fa3.VARIABLE, "")), cell, x)
             else:
-                package, backend = package_of(name)
+                package, backend = package_of(name.removesuffix(FAST))
                 found[name] = partial(package.attention, eight.q, eight.k, eight.v, **eight.options, backend=backend)
         except Unsupported as reason:
             print(f"{cell.id}: no {name}: {reason}")
@@ -156,17 +170,19 @@ def problems(cell: Cell, x: Problem, name: str, out: Tensor) -> list[str]:
         judge = Judge(PlainInputs(x.q[:1, :1, -rows:], x.k[:1, :1], x.v[:1, :1], options=options))
         found = judge.judge("out", part)
         return [found.problem] if found.problem else []
-    wide = x.inputs.dequantised()
+    inputs = x.of(name)
+    wide = inputs.dequantised()
     q, k, v = wide.q[:1, :1, -rows:], wide.k[:1, :1], wide.v[:1, :1]
     if name == "fa3":
         exact = flashsci.attention(*(t.double() for t in (q, k, v)), **options, backend="reference")
         error = (part.double() - exact).norm() / exact.norm()
         return [] if error < 0.2 else [f"out differs by {error:.2f} of itself"]
     # Scales are separate from the rows of q, which begin within a block.
-    ones = {f"{n}_scale": x.inputs.options[f"{n}_scale"] for n in "kv"}
+    ones = {f"{n}_scale": inputs.options[f"{n}_scale"] for n in "kv"}
     ones = {n: s if s.dim() == 0 else s[:1, :1] for n, s in ones.items()}
-    of_rows = _row_scales(x.inputs.options["q_scale"], cell.seq)[:1, :1, -rows:]
-    judged = _Part(x.inputs.q[:1, :1, -rows:], x.inputs.k[:1, :1], x.inputs.v[:1, :1], options | ones, of_rows)
+    of_rows = _row_scales(inputs.options["q_scale"], cell.seq)[:1, :1, -rows:]
+    options["fp8_accumulate"] = inputs.options.get("fp8_accumulate", "safe")
+    judged = _Part(inputs.q[:1, :1, -rows:], inputs.k[:1, :1], inputs.v[:1, :1], options | ones, of_rows)
     return judged.judge().problems({"out": part})
 
 

@@ -39,9 +39,16 @@ DRAWN = [ROOT / "reports" / "bench" / "h200" / f"drawn-{name}.jsonl" for name in
 FITTED = [*RECORDS, *DRAWN]
 #: Weights of the squared log distance of a constant from the one that it is drawn towards.
 OF_FAMILY, OF_ALL = 0.05, 0.02
-#: us of the host on an H200, of a forward and of a step, where few drawn calls say it: those of `small-call`
-#: (tools/choice/rules.py: HOST).
-HOST = {"cuda": (15.0, 196.0), "triton": (21.0, 199.0), "sdpa": (17.0, 316.0), "eager": (60.0, 400.0)}
+#: us of the host on an H200, of a forward, of a step, and of one with the gradients of another backend, where few drawn calls
+#: say it.
+HOST = {
+    "cuda": (15.0, 196.0, 231.0),
+    "triton": (21.0, 237.0, 237.0),
+    "sdpa": (30.0, 304.0, 304.0),
+    "eager": (60.0, 400.0, 400.0),
+}
+#: Backends whose calls take the host less time than when most of the drawn calls were recorded.
+FASTER = ("sdpa",)
 LEAST_HOST = 5  # drawn calls
 FOLDS = 5  # of cases
 GROUPS = ("case", "D", "suite")
@@ -100,7 +107,7 @@ def priors(samples: Sequence[Sample]) -> dict[str, Work]:
 def fit(
     samples: Sequence[Sample],
     spreads: Mapping[str, float] | None = None,
-    host: Mapping[str, tuple[float, float]] = HOST,
+    host: Mapping[str, tuple[float, float, float]] = HOST,
 ) -> Model:
     """A model of these samples."""
     towards = priors(samples)
@@ -194,18 +201,25 @@ def samples_of(paths: Iterable[Path], seeds: set[int] | None = None) -> list[Sam
     return found
 
 
-def hosts(paths: Iterable[Path]) -> dict[str, tuple[float, float]]:
-    """Microseconds of the host by backend: medians of the drawn calls that it bounds, or HOST."""
-    found: dict[tuple[str, bool], list[float]] = {}
-    for path in paths:
-        for backend, step, time in of_host(path) if path.suffix == ".jsonl" else ():
-            found.setdefault((backend, step), []).append(time)
+def hosts(paths: Iterable[Path]) -> dict[str, tuple[float, float, float]]:
+    """Microseconds of the host by backend. Those of cuda are medians of the drawn calls that the host bounds; others follow from
+    them by the ratio within a call, because hosts differ, or by that in HOST."""
+    calls = [call for path in paths if path.suffix == ".jsonl" for call in of_host(path)]
 
-    def median(backend: str, step: bool) -> float:
-        own = found.get((backend, step), [])
-        return float(f"{statistics.median(own):.3g}") if len(own) >= LEAST_HOST else HOST[backend][step]
+    def pair(backend: str, kind: int) -> tuple[str, str | None]:
+        return backend, (None, backend, "cuda" if backend == "triton" else "triton")[kind]
 
-    return {backend: (median(backend, False), median(backend, True)) for backend in HOST}
+    def time(backend: str, kind: int) -> float:
+        base = "cuda", None if kind == 0 else "cuda"
+        of_base = [call[base] for call in calls if base in call]
+        known = statistics.median(of_base) if len(of_base) >= LEAST_HOST else HOST["cuda"][min(kind, 1)]
+        ratio = HOST[backend][kind] / HOST["cuda"][min(kind, 1)]
+        both = [call[pair(backend, kind)] / call[base] for call in calls if {base, pair(backend, kind)} <= set(call)]
+        if len(both) >= LEAST_HOST and backend not in FASTER:
+            ratio = statistics.geometric_mean(both)
+        return float(f"{known * ratio:.3g}")
+
+    return {backend: (time(backend, 0), time(backend, 1), time(backend, 2)) for backend in HOST}
 
 
 def judge(samples: Sequence[Sample]) -> dict[str, dict[str, list[tuple[float, Sample]]]]:

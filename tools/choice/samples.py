@@ -104,7 +104,10 @@ def of_drawn(path: Path, forwards: Any) -> list[Sample]:
             if again or "by" not in timed or "gpu_us" not in timed:  # slow ones have no time of the GPU alone
                 continue
             forward, gradients = timed["by"]
+            of_forward, of_gradients = timed.get("kernels", (None, None))
             first = sample_of(call.problem, forward, False, timed["gpu_us"], device, **own)
+            if first is not None and not _is_of(first, of_forward):
+                first = None
             if work == "forward":
                 samples += [] if first is None else [first]
                 continue
@@ -112,20 +115,27 @@ def of_drawn(path: Path, forwards: Any) -> list[Sample]:
             rest = math.nan if known is None else timed["gpu_us"] - known
             if rest > 0.4 * timed["gpu_us"]:  # else the rest says little
                 second = sample_of(call.problem, gradients, True, rest, device, **own)
-                samples += [] if second is None else [second]
+                samples += [second] if second is not None and _is_of(second, of_gradients) else []
     return samples
 
 
-def of_host(path: Path) -> Iterator[tuple[str, bool, float]]:
-    """Of a file of drawn calls, those that the host bounds: backend, whether it was a step, microseconds in a loop."""
+def _is_of(sample: Sample, kernels: str | None) -> bool:
+    """Whether the kernels of the library that a record names are those that would serve its call today."""
+    return kernels is None or sample.family.startswith(kernels.split(" + ")[0])
+
+
+def of_host(path: Path) -> Iterator[dict[tuple[str, str | None], float]]:
+    """Of each call of a file of drawn calls the candidates that the host bounds: microseconds in a loop by the backends of a
+    call and of its gradients."""
     for record in report.read(path):
-        work = record["call"].get("work", "forward")
+        found = {}
         for name, timed in record["candidates"].items():
-            if work == "second" or name == "auto" or "by" not in timed or "gpu_us" not in timed:
+            if name == "auto" or "by" not in timed or "gpu_us" not in timed:
                 continue
-            forward, gradients = timed["by"]
-            if gradients in (None, forward) and timed["gpu_us"] < HOST_BOUND * timed["loop_us"]:
-                yield forward, work == "step", timed["loop_us"]
+            if timed["gpu_us"] < HOST_BOUND * timed["loop_us"]:
+                found[timed["by"][0], timed["by"][1]] = timed["loop_us"]
+        if record["call"].get("work") != "second":
+            yield found
 
 
 def sources(samples: Iterable[Sample]) -> list[str]:

@@ -65,8 +65,8 @@ QUERIES_SM80 = re.compile(r"(?:Query|Bias)TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)
 TILING_SM75 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])ELb([01])E")
 # sm90: head dim, keys, consumer warpgroups, stages, bias or mask, head dim of v; windowed, plain scores, packed.
 TILING_SM90 = re.compile(r"TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELi(\d+)E+Lb([01])ELb([01])ELb([01])E")
-# sm90, 8-bit floats: head dims of q and k and of v, keys, consumer warpgroups, stages; packed.
-TILING_FP8 = re.compile(r"fp8_forward_kernelI\w*TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])E")
+# sm90, 8-bit floats: head dims of q and k and of v, keys, consumer warpgroups, stages; sums over all keys; packed.
+TILING_FP8 = re.compile(r"fp8_forward_kernelI\w*TilingILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])E+Lb([01])E")
 # sm80, fp32: head dim, warps, m16 blocks of a warp, n8 blocks of keys, CTAs per SM; bias or mask.
 TILE_FP32 = re.compile(r"ForwardTileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E+Lb([01])")
 # ... its backward: kernel; the same with columns for keys; the rows of a CTA (0: queries), bias or mask.
@@ -162,7 +162,7 @@ class Kernel:
                 panel = 128 * int(found[2] or 1)
                 return (32, panel, 64, 12, 2, 1, 1) if found[2] else (32, panel, 0, 8, 0, 1, 1)
             if found := TILING_FP8.search(self.name):
-                dim, _, keys, consumers, stages, _ = map(int, found.groups())
+                dim, _, keys, consumers, stages, _, _ = map(int, found.groups())
                 return dim, 64 * consumers, keys, 4 * (consumers + 1), stages, 1, 1
             found = TILING_SM90.search(self.name)
             if found is None:
@@ -269,7 +269,7 @@ class Kernel:
             return "combine" if "decode_combine" in self.name else "decoding"
         if found := TILING_FP8.search(self.name):
             values = f"v {found[2]}" * (found[2] != found[1])
-            return " ".join(filter(None, (values, "packed" if found[6] == "1" else "dense")))
+            return " ".join(filter(None, (values, "fast" * int(found[6]), "packed" if found[7] == "1" else "dense")))
         if found := TRIANGLE_SM90.search(self.name):
             return f"{'fp32' if found[1] == '4' else '16-bit'} bias, {found[2]} members"
         if found := TRIANGLE_COPY_SM90.search(self.name):
@@ -363,9 +363,10 @@ class Kernel:
             return of_q + 2 * size * dim * stages * keys + 512 * columns if stages else 0
         if DECODE_SM90.search(self.name):
             return 2 * dim * (rows + 2 * stages * keys) if keys else 0
-        if found := TILING_FP8.search(self.name):  # Q twice, K, V and V transposed, output staging
-            values = 2 * int(found[2]) * stages * keys
-            return dim * (2 * rows + stages * keys) + values + (warps - 4) * 2048
+        if found := TILING_FP8.search(self.name):  # Q twice (fast: once, as V), K, V and V transposed, output staging
+            q_stages, v_stages = (1, 1) if found[6] == "1" else (2, stages)
+            values = int(found[2]) * (v_stages + stages) * keys
+            return dim * (q_stages * rows + stages * keys) + values + (warps - 4) * 2048
         if TRIANGLE_SM90.search(self.name):  # six blocks of a bias; K, V, Q and output
             return 6 * 16384 + 12 * 2 * 2 * dim * keys + 2 * 4 * 2 * dim * 64
         if found := TRIANGLE_BACKWARD_SM90.search(self.name):

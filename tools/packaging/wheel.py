@@ -20,10 +20,10 @@ SYSTEM = {
     *("libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0", "libgcc_s.so.1", "libstdc++.so.6"),
     *("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"),
 }
-LARGEST = 100e6  # bytes: PyPI takes no larger file
+LARGEST = 40e6  # bytes, of the file and of its library; PyPI takes 100e6
 LIBRARY = "flashsci/_C.so"
 # The architectures of a release. The kernels of sm_80 serve every later one.
-RELEASED = ("75", "80", "89", "90", "100", "120")
+RELEASED = ("75", "80", "90", "100", "120")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Contents:
 
     name: str
     size: int  # bytes
+    library_size: int
     version: str
     tags: list[str]
     files: list[str]
@@ -40,7 +41,9 @@ class Contents:
     archs: list[str]
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.size / 1e6:.1f} MB, {len(self.files)} files, tags {', '.join(self.tags)}"]
+        lines = [
+            f"{self.name}: {self.size / 1e6:.1f} MB (its library {self.library_size / 1e6:.1f}), {len(self.files)} files, tags {', '.join(self.tags)}"
+        ]
         lines += [f"  kernels for {', '.join(f'sm_{a}' for a in self.archs) or 'no architecture'}"]
         lines += [f"  needs {', '.join(self.needed) or 'no shared library'}"]
         for family, versions in sorted(self.symbols.items()):
@@ -60,7 +63,8 @@ def read(path: Path) -> Contents:
         tags = re.findall(r"^Tag: *(\S+)", archive.read(info).decode(), re.MULTILINE)
         library = archive.read(LIBRARY) if LIBRARY in files else None
     needed, symbols, archs = ([], {}, []) if library is None else asked(library)
-    return Contents(path.name, path.stat().st_size, path.name.split("-")[1], tags, files, needed, symbols, archs)
+    sizes = path.stat().st_size, len(library or b"")
+    return Contents(path.name, *sizes, path.name.split("-")[1], tags, files, needed, symbols, archs)
 
 
 def asked(library: bytes) -> tuple[list[str], dict[str, dict[tuple[int, ...], list[str]]], list[str]]:
@@ -94,8 +98,11 @@ def faults(wheel: Contents, archs: tuple[str, ...] | None = None) -> list[str]:
         found.append(
             f"the tags are {', '.join(wheel.tags)}; {' or '.join(expected)} is wanted: auditwheel repair gives it"
         )
-    if wheel.size > LARGEST:
-        found.append(f"{wheel.size / 1e6:.0f} MB are more than {LARGEST / 1e6:.0f} MB: compile for fewer FA_ARCHS")
+    for name, size in ((wheel.name, wheel.size), (LIBRARY, wheel.library_size)):
+        if size > LARGEST:
+            found.append(
+                f"{name}: {size / 1e6:.1f} MB are more than {LARGEST / 1e6:.0f} MB: compile for fewer FA_ARCHS"
+            )
     tops = {name.split("/")[0].split("-")[0] for name in wheel.files}
     if tops != {"flashsci"} or any("__pycache__" in name for name in wheel.files):
         found.append(f"files that are not the package's: top level {', '.join(sorted(tops))}")

@@ -52,9 +52,8 @@ __device__ __forceinline__ void for_queries(T* start, int64_t row_stride, int qu
 }
 
 // Whether the probability of element (m, n, e) stays. kept: the bits of draw_neighbours.
-template <int kM>
 __device__ __forceinline__ bool stays(uint32_t kept, int m, int n, int e) {
-  return kept >> (2 * kM * (n * 2 + e % 2) + m * 2 + e / 2) & 1;
+  return kept >> (e % 2 * 16 + m * 8 + n * 2 + e / 2) & 1;
 }
 
 // dP^T - delta / scale of what is dropped becomes -delta / scale. statistics: of this lane's first
@@ -67,7 +66,7 @@ __device__ __forceinline__ void drop_gradients(float (&dp)[kM][kN][4], uint32_t 
     const float4 x = load_statistics(statistics + n * 64);
 #pragma unroll
     for (int i = 0; i < kM * 4; ++i)
-      if (!stays<kM>(kept, i / 4, n, i % 4)) dp[i / 4][n][i % 4] = i % 2 == 0 ? x.y : x.w;
+      if (!stays(kept, i / 4, n, i % 4)) dp[i / 4][n][i % 4] = i % 2 == 0 ? x.y : x.w;
   }
 }
 
@@ -80,7 +79,7 @@ __device__ __forceinline__ void drop_probabilities(float (&p)[kM][kN][4], float 
     const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
     const float scaled = p[m][n][e] * scale;
     dp[m][n][e] *= scaled;
-    p[m][n][e] = stays<kM>(kept, m, n, e) ? scaled : 0.f;
+    p[m][n][e] = stays(kept, m, n, e) ? scaled : 0.f;
   }
 }
 

@@ -68,7 +68,7 @@ __device__ __forceinline__ void drop_gradients(float (&dp)[kM][kN][4],
                                                const float2 (&statistics)[kM][2], uint32_t kept) {
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i)
-    if (!(kept >> i & 1))
+    if (!(kept >> bit_of_element(i / 4, i % 4) & 1))
       dp[i / (4 * kN)][i / 4 % kN][i % 4] = statistics[i / (4 * kN)][i % 4 / 2].y;
 }
 

@@ -10,11 +10,16 @@
 namespace flashsci::sm90::fp8 {
 
 // kHeadDim: columns of q and k; kHeadDimV: of v. A block of keys lies within one block of scales.
-template <int kHeadDim_, int kHeadDimV_, int kBlockK_, int kConsumers_, int kStages_>
+// kFast: O is a sum of the tensor core, and V has one scale; there is one place for Q and for V, for
+// lack of memory, and a block of V comes and goes in parts, of 128 columns.
+template <int kHeadDim_, int kHeadDimV_, int kBlockK_, int kConsumers_, int kStages_,
+          bool kFast_ = false>
 struct Tiling {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockK = kBlockK_;
   static constexpr int kConsumers = kConsumers_, kStages = kStages_;
-  static constexpr int kQStages = 2;
+  static constexpr bool kFast = kFast_;
+  static constexpr int kQStages = 2, kQPlaces = kFast ? 1 : kQStages;
+  static constexpr int kVStages = kFast ? 1 : kStages, kVParts = kFast ? kHeadDimV / 128 : 1;
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kTransposers = 2;  // warps that transpose tiles of V
@@ -33,10 +38,16 @@ struct Tiling {
   using OutBox = Box<16>;
   static constexpr int kBoxesV = kHeadDimV / 64, kStaging = 1;
   // The registers of the launch bounds (168 at 384 threads, 128 at 512, 96 at 640) redistributed.
-  static constexpr int kProducerRegisters = kConsumers >= 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kFast ? 24 : kConsumers >= 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
+                                            : kConsumers == 3 ? 160
+                                            : kFast           ? 240
+                                                              : 232;
   // Causal calls with fewer keys do not repay the memset of a counter.
   static constexpr int kCountedKeys = 4096;
+  static_assert(128 * kProducerRegisters + 128 * kConsumers * kConsumerRegisters <=
+                    65536 / kThreads / 8 * 8 * kThreads,
+                "setmaxnreg waits for ever for more registers than there are");
   static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && (kStages & (kStages - 1)) == 0);
   static_assert(kBlockK == 64 || kBlockK == 128, "the swizzle of a row of the transposed V");
   static_assert(kTurnedBytes % (8 * kBlockK) == 0, "the swizzle's pattern, in every stage");
@@ -55,14 +66,14 @@ inline constexpr int kTileSlots = 4;
 
 template <class C>
 struct Storage {
-  unsigned char q[C::kQStages][C::kConsumers][C::kQBytes];  // [..][box][64 rows][kSpan]
+  unsigned char q[C::kQPlaces][C::kConsumers][C::kQBytes];  // [..][box][64 rows][kSpan]
   unsigned char k[C::kStages][C::kKBytes];                  // [stage][box][kBlockK rows][kSpan]
-  unsigned char v[C::kStages][C::kVBytes];                  // [stage][box][kBlockK rows][kSpanV]
-  unsigned char v_turned[C::kStages][C::kTurnedBytes];      // [stage][kHeadDimV + 8 rows][kBlockK]
+  unsigned char v[C::kVStages][C::kVParts][C::kVBytes / C::kVParts];  // [..][box][rows][kSpanV]
+  unsigned char v_turned[C::kStages][C::kTurnedBytes];  // [stage][kHeadDimV + 8 rows][kBlockK]
   unsigned char staging[C::kConsumers * 4][C::kStaging][2048];  // of the output: fwd/epilogue.cuh
   uint64_t q_full[C::kQStages][C::kConsumers], q_empty[C::kQStages][C::kConsumers];
   uint64_t k_full[C::kStages], k_empty[C::kStages];
-  uint64_t v_full[C::kStages], v_empty[C::kStages];
+  uint64_t v_full[C::kVStages][C::kVParts], v_empty[C::kVStages][C::kVParts];
   uint64_t turned_full[C::kStages], turned_empty[C::kStages];
   float2 scales[C::kStages];        // of K and of V; stored and released with K
   uint64_t tile_ready[kTileSlots];  // published, for the loading warps; consumers learn it with Q

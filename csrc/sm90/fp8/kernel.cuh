@@ -5,7 +5,8 @@
 //           sum, and so lse, is that of the rounded P: a column of P V, since transposed V has a
 //           row of ones. Tensor cores keep 14 bits of a sum of 8-bit products: P V of a block of 64
 //           or 128 keys goes to separate registers, and from there, times the scale of its values,
-//           to the output in fp32. q k^T likewise, 128 columns at a time.
+//           to the output in fp32. q k^T likewise, 128 columns at a time. Fast calls leave P V of
+//           all blocks, and all of q k^T, to the tensor core (Tiling::kFast).
 // Roles     Persistent CTAs, one per SM, walk a list of query tiles (../fwd/scheduler.cuh).
 //           Warpgroup 0 loads: its warp 1 plans the tiles and loads Q, warp 0 K and V (load.cuh),
 //           warps 2 and 3 transpose V (transpose.cuh). Warpgroups 1 .. kConsumers own 64 query rows
@@ -48,8 +49,10 @@ __device__ __forceinline__ void init_barriers(Storage<C>& shared) {
   for (int stage = 0; stage < C::kStages; ++stage) {
     init(shared.k_full[stage], 1);
     init(shared.k_empty[stage], 4 * C::kConsumers);
-    init(shared.v_full[stage], 1);
-    init(shared.v_empty[stage], C::kTransposers);
+    for (int part = 0; part < C::kVParts && stage < C::kVStages; ++part) {
+      init(shared.v_full[stage][part], 1);
+      init(shared.v_empty[stage][part], C::kTransposers);
+    }
     init(shared.turned_full[stage], C::kTransposers);
     init(shared.turned_empty[stage], 4 * C::kConsumers);
   }

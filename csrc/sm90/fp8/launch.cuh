@@ -102,6 +102,7 @@ using Tiles128Fine = Tiling<128, 128, 64, 3, 2>;
 using Tiles192 = Tiling<192, 128, 128, 2, 2>;
 using Tiles192Fine = Tiling<192, 128, 64, 2, 4>;
 using Tiles256 = Tiling<256, 256, 64, 2, 2>;
+using Tiles256Fast = Tiling<256, 256, 128, 2, 2, true>;
 
 // The cost of a call for a CTA, in query rows. The last rows of a sequence count as a whole tile,
 // and so do those of the last wave unless it is cut into pieces.
@@ -134,6 +135,8 @@ auto with_tiles(const FlashsciFp8ForwardParams& params, const Launch& launch) {
   if (dim <= 64) return fine ? launch(Tiles64Fine{}) : launch(Tiles64{});
   if (dim <= 128) return fine ? launch(Tiles128Fine{}) : launch(Tiles128{});
   if (dim <= 192 && p.head_dim_v <= 128) return fine ? launch(Tiles192Fine{}) : launch(Tiles192{});
+  if (params.fast && !fine && params.v_scale.shift == FLASHSCI_ONE_SCALE)
+    return launch(Tiles256Fast{});
   return launch(Tiles256{});
 }
 

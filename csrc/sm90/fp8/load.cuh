@@ -25,7 +25,8 @@ __device__ __forceinline__ int sequence_of(const Args& a, uint32_t item) {
   return min(max(found.segment - 1, 0), max(a.p.num_seqs - 1, 0));
 }
 
-// Publishes a tile, or the end, and loads its Q. One thread.
+// Publishes a tile, or the end, and loads its Q; if there is one place for Q, when the tile before
+// has left it. One thread.
 template <class C>
 __device__ __forceinline__ void post_tile(Storage<C>& shared, const Args& a, uint32_t tiles,
                                           const WorkTile& work, int sequence, int first_block,
@@ -43,15 +44,18 @@ __device__ __forceinline__ void post_tile(Storage<C>& shared, const Args& a, uin
   ptx::mbarrier_arrive(address(&shared.tile_ready[tiles % kTileSlots]));
   const Blocks<C> blocks(fwd::window_of(a.p, work.seq_q, work.seq_k), work.row, C::kBlockQ,
                          work.seq_q);
-  const uint32_t stage = tiles % C::kQStages;
+  const uint32_t stage = tiles % C::kQStages, place = tiles % C::kQPlaces;
 #pragma unroll
   for (int w = 0; w < C::kConsumers; ++w) {
     const uint32_t full = address(&shared.q_full[stage][w]);
-    poison_stage(address(shared.q[stage][w]), C::kQBytes);
     if (work.row >= 0 && blocks.end > blocks.first) {
+      if (C::kQPlaces < C::kQStages && tiles > 0)
+        ptx::mbarrier_sleep(address(&shared.q_empty[(tiles - 1) % C::kQStages][w]),
+                            (tiles - 1) / C::kQStages & 1);
+      poison_stage(address(shared.q[place][w]), C::kQBytes);
       ptx::mbarrier_arrive_expect(full, sizeof(shared.q[0][0]));
       fwd::load_boxes<typename C::QBox, sizeof(shared.q[0][0])>(
-          address(shared.q[stage][w]), a.q, full, work.first_q + work.row + w * 64, at.head, at);
+          address(shared.q[place][w]), a.q, full, work.first_q + work.row + w * 64, at.head, at);
     } else {
       ptx::mbarrier_arrive(full);
     }
@@ -116,6 +120,28 @@ struct BlockScales {
   }
 };
 
+// Loads a block of V, in parts.
+template <class C>
+__device__ __forceinline__ void load_v(Storage<C>& shared, const Args& a, uint32_t turn, int row,
+                                       int head, const TileInfo& tile) {
+  using B = typename C::VBox;
+  constexpr int kBytes = sizeof(shared.v[0][0]);
+  static_assert(kBytes % B::kBytes == 0, "the barrier expects the whole part");
+  const uint32_t stage = turn % C::kVStages, free = (turn / C::kVStages & 1) ^ 1;
+#pragma unroll
+  for (int part = 0; part < C::kVParts; ++part) {
+    const uint32_t full = ptx::shared_address(&shared.v_full[stage][part]);
+    const uint32_t v = ptx::shared_address(shared.v[stage][part]);
+    ptx::mbarrier_sleep(ptx::shared_address(&shared.v_empty[stage][part]), free);
+    poison_stage(v, kBytes);
+    ptx::mbarrier_arrive_expect(full, sizeof(shared.v[0][0]));
+#pragma unroll
+    for (int at = 0; at < kBytes; at += B::kBytes)
+      ptx::tma_load_5d(v + at, &a.v, full, (part * kBytes + at) / B::kRows, row, head, tile.batch1,
+                       tile.batch0);
+  }
+}
+
 // Loads K and V of the published tiles, and their scales. One thread.
 template <class C, bool kVarlen>
 __device__ __forceinline__ void load_kv(Storage<C>& shared, const Args& a) {
@@ -145,12 +171,7 @@ __device__ __forceinline__ void load_kv(Storage<C>& shared, const Args& a) {
       ptx::mbarrier_arrive_expect(k_full, sizeof(shared.k[0]));
       fwd::load_boxes<typename C::KBox, sizeof(shared.k[0])>(address(shared.k[stage]), a.k, k_full,
                                                              row, tile.head_k, tile);
-      const uint32_t v_full = address(&shared.v_full[stage]);
-      ptx::mbarrier_sleep(address(&shared.v_empty[stage]), free);
-      poison_stage(address(shared.v[stage]), C::kVBytes);
-      ptx::mbarrier_arrive_expect(v_full, sizeof(shared.v[0]));
-      fwd::load_boxes<typename C::VBox, sizeof(shared.v[0])>(address(shared.v[stage]), a.v, v_full,
-                                                             row, tile.head_k, tile);
+      load_v(shared, a, turn, row, tile.head_k, tile);
     }
     // The published record is not overwritten before this warp, too, has released Q.
     ptx::mbarrier_arrive(address(&shared.q_empty[tiles % C::kQStages][0]));

@@ -5,6 +5,9 @@
 // 8 bits, P V and the sums of P of this block alone, and those of all blocks in fp32. Nothing
 // overlaps within a warpgroup, so that the product of a block can take the registers of its scores.
 // Meanwhile the other warpgroups, which take turns, keep the tensor cores busy.
+//
+// With C::kFast the tensor core adds P V of all blocks to the output (`fast_steps`): P V of a block
+// and S of the next are issued together.
 #pragma once
 #include <cstdint>
 
@@ -13,6 +16,7 @@
 #include "../../core/softmax.cuh"
 #include "../../ptx/bulk.cuh"
 #include "../../ptx/mbarrier.cuh"
+#include "../../ptx/qgmma_wide.cuh"
 #include "../../ptx/reduce.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/warpgroup.cuh"
@@ -33,10 +37,11 @@ struct Consumer {
   using Values = float[kChunk / 2];       // their product,
   using Product = float[kChunk / 2 + 4];  // and sums of P
   static constexpr int kFirst =
-      kHeadDim < 128 ? kHeadDim : 128;  // columns of q k^T at a time, and of the rest
+      C::kFast || kHeadDim < 128 ? kHeadDim : 128;  // columns of q k^T at a time, and of the rest
   using Rest = float[kFirst < kHeadDim ? kBlockK / 2 : 1];
   // Whether O is rescaled during P V of the block, instead of before its exponentials.
-  static constexpr bool kLate = kHeadDimV > 64;
+  static constexpr bool kLate = kHeadDimV > 64 && !C::kFast;
+  using Output = float[kHeadDimV / 2];
 
   Storage<C>& shared;
   const Args& a;
@@ -45,8 +50,9 @@ struct Consumer {
   const int row_in_tile;            // this lane's first row
   uint64_t q_desc, k_desc, v_desc;  // of the first stages; V: transposed
 
-  float s[kBlockK / 2];         // scores, then P
-  float o[kHeadDimV / 2];       // output, unnormalised
+  float s[kBlockK / 2];  // scores, then P
+  // Output, unnormalised; kFast: without the scale of V, then the sums of P of a block.
+  float o[kHeadDimV / 2 + (C::kFast ? 4 : 0)];
   uint32_t p[kBlockK / 32][4];  // P as operand, per 32 keys
   RowStatistics rows;
   bool grew = false;   // whether offsets of this warp's rows grew in the last block,
@@ -107,7 +113,7 @@ struct Consumer {
   // Columns [kBegin, kEnd) of q and k.
   template <int kBegin, int kEnd>
   __device__ __forceinline__ void issue_qk(float (&scores)[kBlockK / 2]) {
-    const uint64_t q_tile = q_desc + tiles % C::kQStages * (C::kConsumers * C::kQBytes / 16);
+    const uint64_t q_tile = q_desc + tiles % C::kQPlaces * (C::kConsumers * C::kQBytes / 16);
     const uint64_t k_tile = k_desc + head % kStages * (C::kKBytes / 16);
 #pragma unroll
     for (int d = kBegin; d < kEnd; d += 32) {
@@ -120,6 +126,9 @@ struct Consumer {
   // columns.
   __device__ __forceinline__ float2 begin_scores(Rest& rest) {
     wait(shared.k_full[head % kStages], head / kStages);
+    return issue_scores(rest);
+  }
+  __device__ __forceinline__ float2 issue_scores(Rest& rest) {
     ptx::wgmma_fence();
     issue_qk<0, kFirst>(s);
     if constexpr (kFirst < kHeadDim) issue_qk<kFirst, kHeadDim>(rest);
@@ -183,6 +192,32 @@ struct Consumer {
       }
     }
   }
+
+  // kFast: O += P V; the sums of P, which end_values has left at zero, are those of this block.
+  __device__ __forceinline__ void issue_values() {
+    static_assert(!C::kFast || kHeadDimV == 256, "two products of 128 columns");
+    auto& first = reinterpret_cast<float (&)[64]>(o[0]);
+    auto& second = reinterpret_cast<float (&)[68]>(o[64]);
+    const uint64_t v_tile = v_desc + head % kStages * (C::kTurnedBytes / 16);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < kBlockK / 32; ++n) {
+      const uint64_t v = v_tile + n * 32 / 16;
+      ptx::Qgmma<128>::rs(first, p[n], v, 1);
+      ptx::Qgmma<136>::rs(second, p[n], v + 128 * kBlockK / 16, 1);
+    }
+    ptx::wgmma_commit();
+  }
+  // When the products of a block are done: `block` others were before it.
+  __device__ __forceinline__ void end_values(uint32_t block) {
+    ptx::wgmma_tie(o);
+    release(shared.turned_empty[block % kStages]);
+    float &sum0 = o[kHeadDimV / 2], &sum1 = o[kHeadDimV / 2 + 2];
+    rows.sum[0] += sum0, rows.sum[1] += sum1;
+    // Zero; of a constant ptxas would make the products wait for each other (C7511).
+    sum0 -= sum0, sum1 -= sum1;
+  }
+  __device__ __forceinline__ Output& output() { return reinterpret_cast<Output&>(o); }
 
   __device__ __forceinline__ void follow_offsets() {
     if (__builtin_expect(grew, 0)) {
@@ -257,9 +292,45 @@ struct Consumer {
     add_values(scales.y);
     ++head;
   }
+  // Of all blocks, with C::kFast. passes: whether the turn ends with the last products.
+  __device__ __forceinline__ void fast_steps(const Work& work, bool passes) {
+    Rest rest;
+    int block = work.own.end - 1;
+    float factor = work.scale * begin_scores(rest).x;
+    bool plain = is_plain(work, block, factor);
+#pragma unroll 1
+    for (;;) {
+      end_scores(rest, block == work.own.first);
+      if (!plain) shape_scores(work, block, factor);
+      softmax(factor);
+      wait(shared.turned_full[head % kStages], head / kStages);
+      if (block == work.own.first) break;
+      wait(shared.k_full[(head + 1) % kStages], (head + 1) / kStages);
+      take_turn();
+      issue_values();
+      ++head, --block;
+      factor = work.scale * issue_scores(rest).x;
+      plain = is_plain(work, block, factor);
+      ptx::wgmma_wait<1>();
+      end_values(head - 1);
+    }
+    take_turn();
+    issue_values();
+    if (passes) pass_turn();
+    ptx::wgmma_wait<0>();
+    end_values(head);
+    ++head;
+  }
+  // The scale of V, which has one of its own in each tile.
+  __device__ __forceinline__ void scale_output(const TileInfo& tile) {
+    const float* first = first_scale(a.v_scale, tile, tile.head_k, tile.first_k);
+    const float v_scale = scale_of(a.v_scale, first, 0);
+#pragma unroll
+    for (float& x : output()) x *= v_scale;
+  }
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int e = 0; e < kHeadDimV / 2; ++e) o[e] = 0.f;
+    for (float& x : o) x = 0.f;
     rows.sum[0] = rows.sum[1] = 0.f;
     rows.row_max_log2[0] = rows.row_max_log2[1] = kUninitializedMax;
   }
@@ -267,15 +338,15 @@ struct Consumer {
   __device__ __forceinline__ bool gathered(const TileInfo& tile) {
     const int piece_of = ptx::redux_max(tile.piece_of);
     return piece_of < 0 ||
-           gather<C>(o, rows, a.tail, piece_of, tile.first_block == 0, warp_row / 16);
+           gather<C>(output(), rows, a.tail, piece_of, tile.first_block == 0, warp_row / 16);
   }
   __device__ __forceinline__ void write(const TileInfo& tile) {
     const int seq_q = kVarlen ? tile.seq_q : a.p.seq_q;
     auto& staging = shared.staging[warp_row / 16];
     if (a.out_is_fp16)
-      fwd::write_output<Float16, C, kVarlen>(o, rows, a, tile, seq_q, warp_row, staging);
+      fwd::write_output<Float16, C, kVarlen>(output(), rows, a, tile, seq_q, warp_row, staging);
     else
-      fwd::write_output<BFloat16, C, kVarlen>(o, rows, a, tile, seq_q, warp_row, staging);
+      fwd::write_output<BFloat16, C, kVarlen>(output(), rows, a, tile, seq_q, warp_row, staging);
   }
 
   __device__ __forceinline__ void run() {
@@ -300,6 +371,7 @@ struct Consumer {
       };
       const fwd::Blocks<C> blocks = blocks_from(row, C::kBlockQ);  // of all consumers
       Work work{info, seen, blocks_from(first_row, 64)};
+      bool passed = false;
       clear();
       take_turn();
       if (work.own.first >= work.own.end) {
@@ -312,11 +384,17 @@ struct Consumer {
         work.scale = (a.p.softcap != 0.f ? 1.f : kLog2e) * a.p.scale *
                      scale_of(a.q_scale, q_first, first_row);
         skip(blocks.end - work.own.end);
+        if constexpr (C::kFast) {
+          passed = work.own.first == blocks.first;
+          fast_steps(work, passed);
+        } else {
 #pragma unroll 1
-        for (int block = work.own.end - 1; block >= work.own.first; --block) step(work, block);
+          for (int block = work.own.end - 1; block >= work.own.first; --block) step(work, block);
+        }
         skip(work.own.first - blocks.first);
       }
-      pass_turn();
+      if (!passed) pass_turn();
+      if (C::kFast && work.own.first < work.own.end) scale_output(info);
       if (kVarlen || gathered(info)) write(info);
     }
     if (w == 0) take_turn();  // takes the last turn, so that the barrier ends balanced

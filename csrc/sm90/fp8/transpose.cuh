@@ -32,19 +32,23 @@ __device__ __forceinline__ constexpr int swizzle_of(int row) {
   return kSpan == 128 ? row & 7 : row >> 1 & 3;
 }
 
-// The columns of one of kTransposers warps. Stages are aligned to the 8 rows of the swizzle's
-// pattern (Tiling), so that a lane's offset is XORed into their addresses: except for a group's own
-// bits it is the same for all stages.
+// The columns of a block are shared by its parts, and those of a part by the warps.
 template <class C>
-__device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int warp) {
+inline constexpr int kShares = C::kTransposers * C::kVParts;
+
+// One share of the columns. Stages are aligned to the 8 rows of the swizzle's pattern (Tiling), so
+// that a lane's offset is XORed into their addresses: except for a group's own bits it is the same
+// for all stages.
+template <class C>
+__device__ __forceinline__ void turn_tile(uint32_t v, uint32_t turned, int share) {
   constexpr int kSpan = C::kSpanV, kSpanTurned = C::kBlockK;
-  constexpr int kGroups = C::kHeadDimV / 16 / C::kTransposers;  // of 16 columns
-  constexpr int kParts = C::kBlockK / 32;                       // of 32 keys
+  constexpr int kGroups = C::kHeadDimV / 16 / kShares<C>;  // of 16 columns
+  constexpr int kParts = C::kBlockK / 32;                  // of 32 keys
   constexpr int kBoxGroups = kSpan / 16;
-  constexpr int kAtOnce = kParts < 4 ? kParts : 4;  // registers
+  constexpr int kAtOnce = C::kFast || kParts < 4 ? 2 : 4;  // registers
   static_assert(kParts % 2 == 0 && (kGroups % kBoxGroups == 0 || kBoxGroups % kGroups == 0));
   const int lane = threadIdx.x % 32, matrix = lane / 8, r = lane % 8;
-  const int group0 = warp * kGroups;  // its bits below kGroups are zero
+  const int group0 = share * kGroups;  // its bits below kGroups are zero
   const uint32_t source = v + group0 / kBoxGroups * (C::kBlockK * kSpan) +
                           (matrix * 8 + r) * kSpan +
                           (group0 % kBoxGroups ^ swizzle_of<kSpan>(r)) * 16;
@@ -81,11 +85,11 @@ __device__ __forceinline__ constexpr uint32_t bytes_before(int t, int keys) {
 // Zeros for keys from `keys` on, in the tile that this warp has transposed: P is 0 there, but 0
 // times a neighbour's NaN is NaN. This is rare and so a separate pass.
 template <class C>
-__device__ __forceinline__ void cut_tile(uint32_t turned, int warp, int keys) {
-  constexpr int kRows = C::kHeadDimV / C::kTransposers;
+__device__ __forceinline__ void cut_tile(uint32_t turned, int share, int keys) {
+  constexpr int kRows = C::kHeadDimV / kShares<C>;
   __syncwarp();
 #pragma unroll 1
-  for (int row = warp * kRows + threadIdx.x % 32; row < (warp + 1) * kRows; row += 32)
+  for (int row = share * kRows + threadIdx.x % 32; row < (share + 1) * kRows; row += 32)
 #pragma unroll 1
     for (int chunk = keys / 16; chunk < C::kBlockK / 16; ++chunk) {
       const uint32_t at = turned + row * C::kBlockK + (chunk ^ swizzle_of<C::kBlockK>(row)) * 16;
@@ -128,19 +132,25 @@ __device__ __forceinline__ void turn_v(Storage<C>& shared, const Args& a, int wa
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++turn) {
       const uint32_t stage = turn % C::kStages, phase = turn / C::kStages & 1;
-      const uint32_t v = address(shared.v[stage]), turned = address(shared.v_turned[stage]);
+      const uint32_t v_stage = turn % C::kVStages, v_phase = turn / C::kVStages & 1;
+      const uint32_t v = address(shared.v[v_stage]), turned = address(shared.v_turned[stage]);
       const int keys = seq_k - block * C::kBlockK;
-      ptx::mbarrier_sleep(address(&shared.v_full[stage]), phase);
-      ptx::mbarrier_sleep(address(&shared.turned_empty[stage]), phase ^ 1);
-      constexpr int kBytes = C::kVBytes / C::kTransposers;
-      poison_warp(turned + warp * kBytes, kBytes);
-      turn_tile<C>(v, turned, warp);
-      if (kVarlen && keys < C::kBlockK) cut_tile<C>(turned, warp, keys);
-      ptx::fence_proxy_async();
-      __syncwarp();
-      if (first_lane) {
-        ptx::mbarrier_arrive(address(&shared.turned_full[stage]));
-        ptx::mbarrier_arrive(address(&shared.v_empty[stage]));
+#pragma unroll
+      for (int part = 0; part < C::kVParts; ++part) {
+        const int share = part * C::kTransposers + warp;
+        ptx::mbarrier_sleep(address(&shared.v_full[v_stage][part]), v_phase);
+        if (part == 0) ptx::mbarrier_sleep(address(&shared.turned_empty[stage]), phase ^ 1);
+        constexpr int kBytes = C::kVBytes / kShares<C>;
+        poison_warp(turned + share * kBytes, kBytes);
+        turn_tile<C>(v, turned, share);
+        if (kVarlen && keys < C::kBlockK) cut_tile<C>(turned, share, keys);
+        const bool last = part + 1 == C::kVParts;
+        if (last) ptx::fence_proxy_async();
+        __syncwarp();
+        if (first_lane) {
+          if (last) ptx::mbarrier_arrive(address(&shared.turned_full[stage]));
+          ptx::mbarrier_arrive(address(&shared.v_empty[v_stage][part]));
+        }
       }
     }
     __syncwarp();  // without blocks no other __syncwarp followed the reads of the published record

@@ -37,10 +37,10 @@ def rejects(problem: Problem, units: Container[str], generation: int = 0) -> str
 
 def attention(tensors: FP8Tensors, scalars: FP8Scalars) -> tuple[Tensor, Tensor]:
     """out and lse; the library must be loaded, as :func:`rejects` requires too."""
-    *options, out_dtype, return_lse = scalars
+    *options, out_dtype, return_lse, fast = scalars
     fp8_checks.check_out_dtype(out_dtype)
     try:
-        out, lse = torch.ops.flashsci.cuda_fp8_forward(*tensors, *options, out_dtype == torch.float16)
+        out, lse = torch.ops.flashsci.cuda_fp8_forward(*tensors, *options, out_dtype == torch.float16, fast)
     except RuntimeError as error:
         text = str(error).split("\n")[0]
         if "no float8_e4m3fn kernel serves this call" in text:

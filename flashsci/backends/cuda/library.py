@@ -99,7 +99,8 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, *given: Any) -> tup
 
 
 def _fake_fp8_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    out_dtype = torch.float16 if given[-1] else torch.bfloat16
+    *_, is_fp16, _ = given  # csrc/bindings/library.cpp
+    out_dtype = torch.float16 if is_fp16 else torch.bfloat16
     out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]), out_dtype)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 

@@ -90,9 +90,9 @@ def paged_kernels(
 
 def fp8_kernels(tensors: FP8Tensors, scalars: FP8Scalars, device: DescribedDevice) -> Kernels | None:
     """The kernels of a call on 8-bit floats; as :func:`forward_kernels`."""
-    *options, out_dtype, _ = scalars
+    *options, out_dtype, _, fast = scalars
     is_fp16 = out_dtype == torch.float16
-    return _asked("cuda_fp8_forward_kernels", *tensors, *options, is_fp16, *device)
+    return _asked("cuda_fp8_forward_kernels", *tensors, *options, is_fp16, fast, *device)
 
 
 def folders(kernels: Kernels) -> Kernels:

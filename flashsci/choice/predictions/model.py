@@ -54,7 +54,8 @@ class Model:
 
     capability: tuple[int, int]
     families: Mapping[str, Constants]
-    host: Mapping[str, tuple[float, float]]  # us by backend: of a forward, of a forward and gradients
+    #: us by backend: of a forward, of a step with its own gradients, of one with those of another
+    host: Mapping[str, tuple[float, float, float]]
     about: str = ""
 
     def gpu_time(self, p: Problem, backend: str, backward: bool, device: devices.Device) -> Time | None:
@@ -74,7 +75,8 @@ class Model:
         known = [time for time in passes if time is not None]
         if len(known) < len(passes) or forward not in self.host:
             return None
-        on_gpu, on_host = sum(time.us for time in known), self.host[forward][gradients is not None]
+        kind = 0 if gradients is None else 1 if gradients == forward else 2
+        on_gpu, on_host = sum(time.us for time in known), self.host[forward][kind]
         spread = math.hypot(*(time.us * time.spread for time in known)) / on_gpu
         return Time(on_gpu, spread) if on_gpu > on_host else Time(on_host, LEAST_SPREAD)
 
@@ -91,7 +93,7 @@ def read(path: Path) -> Model:
             name: Constants(Work(**one["constants"]), one["calls"], one["spread"], one["seen"])
             for name, one in data["families"].items()
         }
-        host = {name: (float(first), float(both)) for name, (first, both) in data["host"].items()}
+        host = {name: (float(first), float(own), float(mixed)) for name, (first, own, mixed) in data["host"].items()}
         major, minor = data["capability"]
         model = Model((major, minor), families, host, data["about"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,30 +1,23 @@
-"""Philox4x32-10 and the one dropout mask of all backends."""
+"""Philox4x32 and the one dropout mask of all backends."""
+
+import itertools
 
 import pytest
 import torch
 
 import flashsci
-from flashsci.api.dropout import philox4x32
+from flashsci.api.dropout import keep_threshold, philox4x32
 
 SEED = torch.tensor([123456789012345, 42])
 
-# Random123, examples/kat_vectors: counter, key, result of philox4x32 with 10 rounds.
+# Random123, examples/kat_vectors: rounds, counter, key, result of philox4x32.
 KNOWN = [
-    (
-        "00000000 00000000 00000000 00000000",
-        "00000000 00000000",
-        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-    ),
-    (
-        "ffffffff ffffffff ffffffff ffffffff",
-        "ffffffff ffffffff",
-        "408f276d 41c83b0e a20bc7c6 6d5451fd",
-    ),
-    (
-        "243f6a88 85a308d3 13198a2e 03707344",
-        "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
+    (7, "00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    (7, "ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    (7, "243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
+    (10, "00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    (10, "ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (10, "243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
 
 
@@ -32,30 +25,40 @@ def words(text):
     return tuple(torch.tensor(int(word, 16)) for word in text.split())
 
 
-@pytest.mark.parametrize("counter, key, result", KNOWN)
-def test_known_answers(counter, key, result):
-    found = philox4x32(words(key), words(counter))
+@pytest.mark.parametrize("rounds, counter, key, result", KNOWN)
+def test_known_answers(rounds, counter, key, result):
+    found = philox4x32(words(key), words(counter), rounds)
     assert [int(x) for x in found] == [int(x) for x in words(result)]
 
 
 def one(seed, offset, row, i, j, p):
     """Whether an entry is kept, from Python integers alone."""
     k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    c = [offset & 0xFFFFFFFF, row, i, j // 4]
-    for _ in range(10):
+    c = [offset & 0xFFFFFFFF, row, i, j // 8]
+    for _ in range(7):
         p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [(p1 >> 32) ^ c[1] ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k1, p0 & 0xFFFFFFFF]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c[j % 4] >= int(p * 2**32)
+    word = c[j % 8 // 2]
+    return (word >> 16 if j % 2 else word & 0xFFFF) >= round(p * 2**16)
 
 
 @pytest.mark.parametrize("seed", [(7, 0), (-3, 5), (2**62 + 17, -1), (123456789012345, 2**40 + 9)])
 def test_counter_layout(seed):
-    """key = seed, counter = (offset, b * Hq + h, i, j // 4), lane j % 4; negative seeds count as unsigned."""
-    mask = flashsci.dropout_mask(torch.tensor(seed), 0.3, (2, 3, 5, 7))
+    """key = seed, counter = (offset, b * Hq + h, i, j // 8), half j % 2 of word j % 8 // 2; negative seeds count as
+    unsigned."""
+    mask = flashsci.dropout_mask(torch.tensor(seed), 0.3, (2, 3, 2, 19))
     unsigned = [s & (2**64 - 1) for s in seed]
-    for b, h, i, j in ((0, 0, 0, 0), (1, 2, 4, 6), (0, 2, 3, 5), (1, 0, 2, 3), (1, 1, 0, 4)):
+    for b, h, i, j in itertools.product(*map(range, mask.shape)):
         assert bool(mask[b, h, i, j]) == one(*unsigned, b * 3 + h, i, j, 0.3)
+
+
+def test_threshold():
+    """The probability is p to within 2^-17; below that nothing is dropped, and of 2^16 numbers one is always kept."""
+    for p in (0.0, 1e-6, 0.1, 0.3, 0.5, 1 / 3, 0.9, 0.99999):
+        assert abs(keep_threshold(p) / 2**16 - p) <= 2**-17
+    assert keep_threshold(2**-17) == 0 and keep_threshold(1.01 * 2**-17) == 1
+    assert keep_threshold(1 - 2**-20) == 2**16 - 1
 
 
 def test_statistics():
@@ -71,7 +74,8 @@ def test_statistics():
             x[..., 1:, :] * x[..., :-1, :],
             x[:, 1:] * x[:, :-1],
             x[1] * x[0],
-            x[..., 4:] * x[..., :-4],
+            x[..., 2:] * x[..., :-2],
+            x[..., 8:] * x[..., :-8],
             x * (other - other.mean()) / other.std(),
         )
         for product in pairs:

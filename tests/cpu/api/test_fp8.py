@@ -16,6 +16,7 @@ from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
 from flashsci.call.problem import Problem
 from flashsci.choice import preferences
 from flashsci.testing import FP8Case, FP8Inputs, FP8Variant, judge_fp8, make_fp8_inputs
+from tools.bench import fp8_sums
 
 hypothesis = pytest.importorskip("hypothesis")
 
@@ -324,6 +325,45 @@ def test_scales_belong_to_8_bits():
         flashsci.attention(*3 * [q.to(torch.float8_e5m2)])
 
 
+def test_how_sums_are_taken():
+    """ "fast" is a leave: where no kernel takes it the call is that of "safe". Other tensors and words are refused."""
+    given = call()
+    for packed in (False, True):
+        if packed:
+            given = {n: x[0].transpose(0, 1) if n in "qkv" else x[0, :, 0].expand(1, -1) for n, x in given.items()}
+            offsets = {"cu_seqlens_q": torch.tensor([0, 70]), "cu_seqlens_k": torch.tensor([0, 200])}
+            given |= {n: x.int() for n, x in offsets.items()}
+        entry = flashsci.varlen_attention if packed else flashsci.attention
+        tensors, options = [given[n] for n in "qkv"], {n: x for n, x in given.items() if n not in "qkv"}
+        safe, fast = (entry(*tensors, **options, fp8_accumulate=how) for how in ("safe", "fast"))
+        assert torch.equal(safe, fast)
+        assert flashsci.explain(*tensors, **options, fp8_accumulate="fast").chosen == "reference"
+        wide = [x.float() for x in tensors]
+        edges = {n: x for n, x in options.items() if n.startswith("cu_")}
+        assert torch.equal(entry(*wide, **edges), entry(*wide, **edges, fp8_accumulate="safe"))
+        for _ in range(2):  # also where a call like it has been planned
+            for of in (entry, flashsci.explain):
+                with pytest.raises(ValueError, match=r'fp8_accumulate="fast" is for float8_e4m3fn .* leave it out'):
+                    of(*wide, **edges, fp8_accumulate="fast")
+        for wrong in ("exact", None, True):
+            with pytest.raises(ValueError, match=r"fp8_accumulate must be one of \('safe', 'fast'\), got"):
+                entry(*tensors, **options, fp8_accumulate=wrong)
+
+
+@pytest.mark.parametrize("keys, mean", [(640, 0.0), (640, 1.0), (2048, 1.0)])
+def test_the_judge_of_a_gpu_lets_fast_sums_pass(monkeypatch, keys, mean):
+    """By the model of a tensor core that keeps 14 bits; a result that is half too large fails."""
+    random = torch.Generator().manual_seed(keys)
+    v = torch.randn(1, keys, 32, generator=random) + mean
+    q, k, v = (x.to(E4M3) for x in (*(torch.randn(1, n, 256, generator=random) for n in (24, keys)), v))
+    inputs = FP8Inputs(q, k, v, {"out_dtype": torch.bfloat16, "fp8_accumulate": "fast"})
+    lse = inputs.evaluate("reference")["lse"]
+    out = fp8_sums.attention(*(x[0].double() for x in (q, k, v)), fast=True)[None].bfloat16()
+    monkeypatch.setattr(flashsci.testing.fp8, "on_tensor_cores", lambda x: True)
+    inputs.judge().require({"out": out, "lse": lse})
+    assert inputs.judge().problems({"out": 1.5 * out, "lse": lse})
+
+
 def test_packed_refusals():
     x = torch.zeros(100, 2, DIM).to(E4M3)
     edges = torch.tensor([0, 60, 100], dtype=torch.int32)
@@ -379,7 +419,7 @@ def test_op_passes_opcheck():
     q, k, v, *scales = (call()[n] for n in ("q", "k", "v", "q_scale", "k_scale", "v_scale"))
     assert reference_fp8.OP is not None
     op = torch.ops.flashsci.reference_fp8_attention.default
-    scalars = (-1, -1, 0.3, 0.0, -1, 0, True, torch.bfloat16, True)
+    scalars = (-1, -1, 0.3, 0.0, -1, 0, True, torch.bfloat16, True, True)
     for given in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
         arguments = (given, k, v, *scales, None, None, *scalars)
         # Not test_schema: it compares inputs before and after by allclose, which 8-bit floats do not have.
@@ -435,6 +475,6 @@ def test_a_call_that_the_kernel_leaves_is_a_refusal(monkeypatch):
     monkeypatch.setattr(torch.ops.flashsci, "cuda_fp8_forward", refuse, raising=False)
     q = torch.zeros(1, 8, 16).to(E4M3)
     tensors = FP8Tensors(q, q, q, None, None, None, None, None)
-    scalars = FP8Scalars(-1, -1, 1.0, 0.0, -1, -1, False, torch.bfloat16, True)
+    scalars = FP8Scalars(-1, -1, 1.0, 0.0, -1, -1, False, torch.bfloat16, True, False)
     with pytest.raises(flashsci.BackendError, match=r"capability 9$"):
         cuda_fp8.attention(tensors, scalars)

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashsci
 from flashsci.backends import sdpa, sdpa_kernels
+from flashsci.call import plans, second_order
 from flashsci.testing import Inputs, Judge
 
 INF, NAN = float("inf"), float("nan")
@@ -449,3 +450,105 @@ def test_context_of_the_caller_is_kept():
     with sdpa_kernel(SDPBackend.MATH):
         out = flashsci.attention(q, k, v, backend="sdpa")
     torch.testing.assert_close(out, flashsci.attention(q, k, v, backend="reference"))
+
+
+# Repeated calls.
+
+NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(scale=0.3)], ids=str)
+@pytest.mark.parametrize("heads_k", [4, 2])
+@pytest.mark.parametrize("ends", [False, True])
+def test_repeats_are_planned_once_and_have_every_derivative(monkeypatch, options, heads_k, ends):
+    """``ends``: as where a kernel returns gradients without a request."""
+    monkeypatch.setattr(sdpa, "on_gpu", lambda x: True)
+    if ends:
+        monkeypatch.setattr(second_order, "UNREQUESTED", NODE)
+    plans.plans.clear()
+    ran = []
+    monkeypatch.setattr(sdpa, "forward", lambda *given, real=sdpa.forward: ran.append(given) or real(*given))
+
+    def derivatives(backend):
+        torch.manual_seed(3)
+        q, k, v, dout, t = tensors((2, 4, 9, 8), *((2, heads_k, 9, 8),) * 2, *((2, 4, 9, 8),) * 2)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = flashsci.attention(*leaves, backend=backend, **options)
+        first = torch.autograd.grad(out, leaves, dout, create_graph=True)
+        return (
+            out,
+            *first,
+            *torch.autograd.grad(first[0], leaves, t, retain_graph=True),
+            *torch.autograd.grad(first[1].sum(), q),
+        )
+
+    try:
+        for _ in range(4):
+            found = derivatives("sdpa")
+        assert len(ran) == 2, "the way of first calls"
+        for a, b in zip(found, derivatives("reference"), strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    finally:
+        plans.plans.clear()
+
+
+@pytest.mark.parametrize("heads_k", [4, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(causal=True),
+        dict(causal=True, align="lower_right"),
+        dict(align="lower_right", scale=0.3),
+        dict(window=(None, 2)),
+        dict(window=(3, 0)),
+        dict(causal=True, scale=-1.0),
+    ],
+    ids=str,
+)
+def test_repeats_ask_torch_for_the_same(monkeypatch, options, heads_k):
+    """A repeat that is planned once, where there is one, has the flags of a first call."""
+    asked, planned = [], []
+    real_attend, real_prepared = sdpa.attend, sdpa.prepared
+
+    def attend(*rows, attn_mask=None, **others):
+        asked.append((attn_mask is None, others))
+        return real_attend(*rows, attn_mask=attn_mask, **others)
+
+    def prepared(*given):
+        planned.append(real_prepared(*given) is not None)
+        return real_prepared(*given)
+
+    monkeypatch.setattr(sdpa, "attend", attend)
+    monkeypatch.setattr(sdpa, "prepared", prepared)
+    monkeypatch.setattr(sdpa, "on_gpu", lambda x: True)
+    q, k, v = tensors((2, 4, 9, 8), *[(2, heads_k, 9, 8)] * 2)
+    plans.plans.clear()
+    try:
+        for _ in range(3):
+            flashsci.attention(q, k, v, backend="sdpa", **options)
+    finally:
+        plans.plans.clear()
+    assert asked[0] == asked[1] == asked[2]
+    unmasked, flags = asked[0]
+    assert planned == [unmasked] and flags["is_causal"] == (options == dict(causal=True))
+    assert flags.get("enable_gqa", False) == (heads_k == 2)
+
+
+def test_a_repeat_has_rows_that_begin_anywhere_copied(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sdpa, "on_gpu", lambda x: True)
+    monkeypatch.setattr(sdpa, "aligned", lambda x: seen.append(x.data_ptr() % 16) or x)
+    plans.plans.clear()
+    try:
+        memory = torch.randn(2 * 4 * 9 * 8 + 1)
+        given = memory[:-1].view(2, 4, 9, 8), memory[1:].view(2, 4, 9, 8)
+        for q in given[:1] * 4:
+            flashsci.attention(q, q.clone(), q.clone(), backend="sdpa")
+        seen.clear()
+        flashsci.attention(given[0], given[0].clone(), given[0].clone(), backend="sdpa")
+        assert not seen, "nothing to copy"
+        flashsci.attention(given[1], given[0].clone(), given[0].clone(), backend="sdpa")
+        assert seen and seen[0]
+    finally:
+        plans.plans.clear()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import flashsci
 from flashsci.backends import cuda
 from flashsci.backends.cuda import prepared
 from flashsci.call import plans
@@ -99,9 +100,11 @@ def test_a_bias_is_left_to_kernels_that_take_it(takes, needs_grad):
     module = Takes(takes=takes, asked=0, given=[])
     plan = plans.Plan("some", module, SCALARS)
     strided = tensors()._replace(bias=torch.randn(1, 5, 5, 3).permute(0, 3, 1, 2))
+    assert not plan.settled
     for _ in range(3):
         ready = plan.ready(strided, needs_grad)
         left = takes == "always" or (takes == "forward" and not needs_grad)
+        assert plan.settled
         assert (ready.bias is strided.bias) == left and plan.as_given == left
         assert left or (ready.bias.stride(-1) == 1 and torch.equal(ready.bias, strided.bias))
     assert module.asked == 1
@@ -109,6 +112,21 @@ def test_a_bias_is_left_to_kernels_that_take_it(takes, needs_grad):
     assert plans.Plan("some", module, SCALARS).ready(columns, needs_grad).v.stride(-1) == 1
     plan = plans.Plan("some", module, SCALARS)
     assert plan.ready(tensors(), needs_grad) is not None and plan.as_given
+
+
+def test_a_plan_of_plain_pytorch_is_settled_by_its_first_call():
+    """The second call is the first to be remembered."""
+    plans.plans.clear()
+    try:
+        q = torch.randn(2, 3, 5, 8)
+        found = []
+        for _ in range(3):
+            flashsci.attention(q, q.clone(), q.clone(), backend="eager")
+            made = [x for x in plans.plans.values() if isinstance(x, plans.Plan)]
+            found.append((len(made), all(x.settled for x in made), len(plans.plans) - len(made)))
+        assert found == [(1, True, 0), (1, True, 1), (1, True, 1)]
+    finally:
+        plans.plans.clear()
 
 
 @pytest.mark.parametrize("name", prepared.PARAMETERS)

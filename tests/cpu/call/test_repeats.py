@@ -4,6 +4,7 @@ Closed formulas take the place of Triton's kernels, so that calls that went astr
 """
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashsci
 from flashsci.backends import cuda, triton
 from flashsci.backends.cuda import prepared
-from flashsci.call import plans, repeats
+from flashsci.call import drawn_seed, plans, repeats
 from flashsci.choice import choose
 from flashsci.choice.gradients import named
 from tests.support import opaque
@@ -100,6 +101,54 @@ def test_alike_calls_are_repeats_with_their_own_results(planned, options, grad):
         due += torch.autograd.grad(sum(x.sin().sum() for x in due), leaves)
     for a, b in zip(found, due, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("packed_rows", [False, True])
+def test_calls_with_dropout_are_repeats_that_draw_anew(stand_in, monkeypatch, packed_rows, grad):
+    """The seed that each call gets is the next of torch's generator, and its gradients get the same."""
+    found, seeds = [], []
+
+    def forward(tensors, scalars):
+        seeds.append(tensors.dropout_seed)
+        return torch.zeros_like(tensors.q), tensors.q.new_zeros(tensors.q.shape[:-1])
+
+    def backward(dout, dlse, saved, need):
+        seeds.append(saved.tensors.dropout_seed)
+        return *(torch.zeros_like(x) for x in saved.tensors[:3]), None, None
+
+    nothing = dict(rejects=lambda problem: None, unavailable=lambda: None)
+    stand_in(triton, forward=forward, backward=backward, **nothing)
+    where = sys.modules["flashsci.api.varlen"] if packed_rows else module
+    monkeypatch.setattr(where, "_plan", spy(where._plan, found))
+    if packed_rows:
+        monkeypatch.setattr(where, "contents_are_seen", lambda q, validate: False)
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    leaves = draw(*((6, 4, 8),) * 3, grad=grad) if packed_rows else draw(grad=grad)
+
+    def step(**seed):
+        given = dict(dropout_p=0.5, backend="triton", **seed)
+        attend = functools.partial(flashsci.varlen_attention, *leaves, offsets) if packed_rows else None
+        out = attend(**given) if packed_rows else flashsci.attention(*leaves, **given)
+        if grad:
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    for _ in range(3):
+        step()
+    planned = len(found)
+    torch.manual_seed(7)
+    seeds.clear()
+    for _ in range(2):
+        step()
+    assert len(found) == planned, "the calls were planned again"
+    torch.manual_seed(7)
+    due = [drawn_seed.draw(torch.device("cpu")) for _ in range(2)]
+    for seed, wanted in zip(seeds, [x for x in due for _ in range(1 + grad)], strict=True):
+        assert torch.equal(seed, wanted)
+    seeds.clear()
+    given = torch.tensor([3, 4])
+    step(dropout_seed=given)
+    assert all(torch.equal(x, given) for x in seeds), "a seed that is given is the one"
 
 
 def test_backwards_are_repeats(planned, monkeypatch):
@@ -579,7 +628,7 @@ def test_nobody_can_tell_a_repeat(formulas, kinds, order):
 OTHER_VALUES = dict(
     bias=torch.zeros(1, 1, 6, 6), key_weight=torch.ones(6), mask=torch.ones(6, 6, dtype=torch.bool), alibi_slopes=torch.ones(4),
     sink=torch.zeros(4), pair_gate=torch.ones(6, 6), causal=True, window=(2, None), align="lower_right", scale=0.5, softcap=2.0, dropout_p=0.25,
-    dropout_seed=torch.zeros(2, dtype=torch.int64), return_lse=True, deterministic=True, precision="ieee", softcap_at="biased", q_scale=torch.ones(()),
+    dropout_seed=torch.zeros(2, dtype=torch.int64), return_lse=True, deterministic=True, precision="ieee", softcap_at="biased", q_scale=torch.ones(()), fp8_accumulate="fast",
     k_scale=torch.ones(()), v_scale=torch.ones(()), out_dtype=torch.float16, backend="reference", validate=True,
     cu_seqlens_k=torch.tensor([0, 2, 6], dtype=torch.int32), max_seqlen_q=4, max_seqlen_k=4,
 )  # fmt: skip

@@ -1,7 +1,10 @@
 """Records of drawn calls as problems: the choices of today's rules on them, and of any other chooser."""
 
 import json
+import re
+import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,9 @@ from tools.bench.drawn import measure, report
 from tools.choice import drawn as choosing
 from tools.choice.samples import of_drawn
 
+ROOT = Path(__file__).resolve().parents[3]
+RECORDS = ROOT / "reports" / "bench" / "h200"
+GUIDE = (ROOT / "docs" / "guide" / "auto.md").read_text(encoding="utf-8")
 H200 = {"gpu": "NVIDIA H200", "capability": [9, 0]}
 CALL = DrawnCall(1, 7, "step", batch=4, heads=8, heads_k=8, seq_q=1000, seq_k=1000, dim=128, dim_v=128)
 
@@ -144,3 +150,38 @@ def test_records_of_this_machine_have_the_choice_of_the_rules(tmp_path, monkeypa
     assert [m.call for m in found] == [draw_call(9, n, SMALL_CALLS) for n in range(6)]
     assert choosing.main([str(path), "--seeds", "9"]) == 0
     assert "all" in capsys.readouterr().out
+
+
+def published(row):
+    """The figures of a row of the guide: calls, regret forward, with gradients, of all, percent above 1.1, the worst."""
+    found = re.search(rf"\| {row}[^|]*\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \((\d+) %, ([\d.]+)\) \|", GUIDE)
+    assert found, row
+    return tuple(map(float, found.groups()))
+
+
+def figures(ratios):
+    """The same of regrets, each with the kind of its work."""
+    every = [ratio for _, ratio in ratios]
+    of_work = (statistics.geometric_mean([r for work, r in ratios if work == kind]) for kind in ("forward", "step"))
+    above = 100 * sum(r > 1.1 for r in every) / len(every)
+    return *of_work, statistics.geometric_mean(every), above, max(every)
+
+
+@pytest.mark.parametrize("seed", (3, 4, 5, 6))
+def test_the_published_regret_is_that_of_the_records(seed):
+    records = report.read(RECORDS / f"drawn-{seed}.jsonl")
+    ratios = [(r["call"].get("work", "forward"), x) for r in records if (x := report.regret(r)) is not None]
+    assert f"seed {seed}, {len(ratios)} calls" in GUIDE
+    due = figures(ratios)
+    for found, exact, room in zip(published(f"seed {seed}, "), due, (6e-4, 6e-4, 6e-4, 0.6, 0.06), strict=True):
+        assert found == pytest.approx(exact, abs=room)
+
+
+@pytest.mark.skipif(library.load() is not None, reason="the library is not built here")
+def test_the_published_regret_of_what_is_shipped_is_recomputed():
+    found = choosing.regrets(choosing.read([RECORDS / "drawn-6.jsonl"]), choosing.predicted)
+    due = figures([(r.measured.call.work, r.ratio) for r in found])
+    for shown, exact, room in zip(
+        published("the same calls by what is shipped"), due, (2e-3, 2e-3, 2e-3, 2, 0.06), strict=True
+    ):
+        assert shown == pytest.approx(exact, abs=room)

@@ -13,7 +13,7 @@ import flashsci
 from flashsci.backends.cuda.library import library_path
 from flashsci.call import ops
 from flashsci.call.problem import Problem
-from flashsci.choice import backends, candidates, differentiate, explanation, gradients, preferences
+from flashsci.choice import backends, candidates, differentiate, explanation, gradients, predictions, preferences
 
 Q = torch.randn(2, 4, 5, 8)
 DEFAULTS = preferences.read(preferences.FOLDER / "defaults.json")
@@ -306,7 +306,8 @@ def saved_of(q, v, bias, mask, softcap=0.0, k=None):
 
 
 def whose(saved, need):
-    """The backend of the gradients of what the cuda backend computed on a Hopper GPU."""
+    """The backend of the gradients of what the cuda backend computed on a Hopper GPU, by rules: predicted times prefer its own for
+    calls as short as these."""
     module, known = backends.find("cuda").load(), differentiate.problem_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -314,7 +315,12 @@ def whose(saved, need):
             "problem_of",
             lambda *a: replace(known(*a), device_type="cuda", capability=(9, 0)),
         )
-        return differentiate._gradient_backend(gradients.named("cuda"), module, saved, need)
+        patch.setattr(predictions, "enabled", lambda: False)
+        differentiate.forget()
+        try:
+            return differentiate._gradient_backend(gradients.named("cuda"), module, saved, need)
+        finally:
+            differentiate.forget()
 
 
 @needs_library

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from flashsci.call.fp8_ops import FP8Scalars, FP8Tensors
 from flashsci.call.paged_ops import PagedScalars, PagedTensors
 from flashsci.call.problem import Problem
 from flashsci.choice import differentiate, gradients
+from tests.support import rehearsed
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(
@@ -33,12 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 PLAIN = ops.Scalars(-1, -1, 0.125, 0.0, -1, -1, False, 0.0, "default", False)
 HALVES = torch.bfloat16, torch.float16
-
-
-def empty(*shape, dtype=torch.bfloat16, pad=0):
-    """A tensor without memory; ``pad``: so much longer are its rows."""
-    rows = torch.empty(*shape[:-1], shape[-1] + pad, dtype=dtype, device="meta")
-    return rows[..., : shape[-1]]
+empty = partial(rehearsed.empty, dtype=torch.bfloat16)
 
 
 def kernels(q, k, v, bias=None, device=H100, scalars=PLAIN, mask=None, need=7):
@@ -286,14 +282,14 @@ def test_the_layouts_that_paged_kernels_refuse_are_those_that_refusals_name():
 
 
 def test_calls_on_8_bit_floats():
-    scalars = FP8Scalars(-1, -1, 0.1, 0.0, -1, -1, False, torch.bfloat16, False)
+    scalars = FP8Scalars(-1, -1, 0.1, 0.0, -1, -1, False, torch.bfloat16, False, False)
 
-    def asked(q, k, scale=None, device=H100):
+    def asked(q, k, scale=None, device=H100, fast=False):
         tensors = FP8Tensors(q, k, k, scale, None, None, None, None)
-        return rehearsal.fp8_kernels(tensors, scalars, device)
+        return rehearsal.fp8_kernels(tensors, scalars._replace(fast=fast), device)
 
     x = empty(2, 4, 256, 128, dtype=torch.float8_e4m3fn)
-    assert asked(x, x) == ("sm90/fp8/fp8_forward_kernel",)
+    assert asked(x, x) == asked(x, x, fast=True) == ("sm90/fp8/fp8_forward_kernel",)
     assert asked(x, x, empty(2, 4, 2, dtype=torch.float32)) == asked(x, x)
     assert asked(x, x, device=A100) is None
     assert asked(empty(2, 4, 256, 128, dtype=x.dtype, pad=8), x) is None

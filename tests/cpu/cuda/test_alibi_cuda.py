@@ -1,14 +1,12 @@
 """ALiBi in the library: the kernels that it would launch, and the calls that it leaves to others, without a GPU."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from flashsci.backends import cuda as backend
 from flashsci.backends.cuda import rehearsal
 from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
+from tests.support.rehearsed import check_served, empty, require_library
 
 ROWS = NEED_Q | NEED_K | NEED_V
 SCALARS = Scalars(-1, -1, 0.125, 0.0, -1, -1, False, 0.0, "default", False)
@@ -17,14 +15,7 @@ PROBLEM = Problem("cuda", (8, 0), torch.float16, 4, 4, 64, 64, batch=(2,), seq_q
 
 @pytest.fixture(autouse=True)
 def library():
-    if backend.library.load() is not None:
-        pytest.skip("no library")
-    if "slopes" not in str(torch.ops.flashsci.cuda_forward.default._schema):
-        pytest.skip("a library of other sources")
-
-
-def empty(*shape, dtype=torch.float32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    require_library("slopes")
 
 
 def packed(slopes, sequences=3, dtype=torch.float16):
@@ -112,10 +103,4 @@ def test_slopes_have_no_gradient_in_the_library():
     ],
 )
 def test_the_calls_that_the_backend_serves(change, reason):
-    problem = replace(PROBLEM, **change)
-    found = backend.rejects(problem)
-    assert found is None if reason is None else reason in found
-    if reason is None:
-        assert backend.backward_kernels(problem) == (80, None)
-        assert "sm80" in backend.SM90.rejects(problem)
-        assert backend.SM80.rejects(problem) is None
+    check_served(PROBLEM, change, reason)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashsci.backends import cuda as backend
 from flashsci.backends.cuda import rehearsal
 from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
 from flashsci.choice import preferences
+from tests.support.rehearsed import check_served, empty, require_library
 
 ROWS = NEED_Q | NEED_K | NEED_V
 SCALARS = Scalars(-1, -1, 0.125, 5.0, -1, -1, False, 0.0, "default", False, True)
@@ -21,14 +21,7 @@ PROBLEM = Problem(
 
 @pytest.fixture(autouse=True)
 def library():
-    if backend.library.load() is not None:
-        pytest.skip("no library")
-    if "caps_bias" not in str(torch.ops.flashsci.cuda_forward.default._schema):
-        pytest.skip("a library of other sources")
-
-
-def empty(*shape, dtype=torch.float32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    require_library("caps_bias")
 
 
 def dense(dtype=torch.float16, **others):
@@ -90,13 +83,7 @@ def test_no_older_kernel_bounds_a_bias():
     ],
 )
 def test_the_calls_that_the_backend_serves(change, reason):
-    problem = replace(PROBLEM, **change)
-    found = backend.rejects(problem)
-    assert found is None if reason is None else reason in found
-    if reason is None:
-        assert backend.backward_kernels(problem) == (80, None)
-        assert "sm80" in backend.SM90.rejects(problem)
-        assert backend.SM80.rejects(problem) is None
+    check_served(PROBLEM, change, reason)
 
 
 def test_auto_leaves_such_calls_to_others():

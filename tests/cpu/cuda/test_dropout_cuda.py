@@ -12,6 +12,7 @@ from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars,
 from flashsci.call.problem import Problem
 from flashsci.choice import preferences
 from flashsci.errors import BackendError
+from tests.support.rehearsed import check_served, empty, require_library
 
 ROWS = NEED_Q | NEED_K | NEED_V
 SCALARS = Scalars(-1, -1, 0.125, 0.0, -1, -1, False, 0.25, "default", False)
@@ -20,14 +21,7 @@ PROBLEM = Problem("cuda", (8, 0), torch.float16, 4, 4, 64, 64, batch=(2,), seq_q
 
 @pytest.fixture
 def library():
-    if backend.library.load() is not None:
-        pytest.skip("no library")
-    if "dropout_p" not in str(torch.ops.flashsci.cuda_forward.default._schema):
-        pytest.skip("a library of other sources")
-
-
-def empty(*shape, dtype=torch.float32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    require_library("dropout_p")
 
 
 SEED = empty(2, dtype=torch.int64)
@@ -109,15 +103,9 @@ def test_no_kernel_drops_silently(library, tensors):
     ],
 )
 def test_the_calls_that_the_backend_serves(change, reason):
-    problem = replace(PROBLEM, **change)
-    found = backend.rejects(problem)
-    assert found is None if reason is None else reason in found
-    if reason is None:
-        assert backend.backward_kernels(problem) == (80, None)
-        assert "sm80" in backend.SM90.rejects(problem)
-        assert backend.SM80.rejects(problem) is None
+    check_served(PROBLEM, change, reason)
 
 
-def test_auto_leaves_it_out_until_it_is_timed():
+def test_auto_leaves_it_to_others():
     assert "cuda" in preferences.untimed(PROBLEM)
     assert "cuda" not in preferences.untimed(replace(PROBLEM, dropout_p=0.0))

@@ -7,6 +7,7 @@ from flashsci.backends.cuda import naming, rehearsal
 from flashsci.backends.cuda.library import library_path
 from flashsci.call import ops, row_pitch
 from flashsci.call.ops import Saved, Scalars, Tensors, fake_forward
+from tests.support.rehearsed import empty
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="flashsci/_C.so was not built (no nvcc at install)")
 
@@ -18,10 +19,6 @@ SHAPES = {
     "for every pair": lambda n, s: (n, 8, s, s),
     "shared by all": lambda n, s: (1, 1, s, s),
 }
-
-
-def empty(*shape, dtype=torch.bfloat16):
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def made(shape, length, dim, batch=16, mask=False, dtype=torch.bfloat16):

@@ -12,6 +12,7 @@ from flashsci.call.ops import NEED_K, NEED_KEY_WEIGHT, NEED_Q, NEED_V, Saved, Sc
 from flashsci.call.problem import Problem
 from flashsci.choice import preferences
 from flashsci.errors import BackendError
+from tests.support.rehearsed import check_served, empty, require_library
 
 ROWS = NEED_Q | NEED_K | NEED_V
 SCALARS = Scalars(-1, -1, 0.125, 0.0, -1, -1, False, 0.0, "default", False)
@@ -20,14 +21,7 @@ PROBLEM = Problem("cuda", (8, 0), torch.float16, 4, 2, 64, 64, batch=(2,), seq_q
 
 @pytest.fixture
 def library():
-    if backend.library.load() is not None:
-        pytest.skip("no library")
-    if "dropout_p" not in str(torch.ops.flashsci.cuda_forward.default._schema):
-        pytest.skip("a library of other sources")
-
-
-def empty(*shape, dtype=torch.float32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    require_library("dropout_p")
 
 
 def dense(weights, dtype=torch.float16, dim=64, heads_k=2, **others):
@@ -93,15 +87,10 @@ def test_no_kernel_leaves_something_out(library, others):
     ],
 )
 def test_the_calls_that_the_backend_serves(change, reason):
-    problem = replace(PROBLEM, **change)
-    found = backend.rejects(problem)
-    assert found is None if reason is None else reason in found
-    if reason is None:
-        assert backend.backward_kernels(problem) == (80, None)
-        assert "sm80" in backend.SM90.rejects(problem)
+    check_served(PROBLEM, change, reason)
 
 
-def test_auto_leaves_long_calls_out_until_they_are_timed():
+def test_auto_leaves_long_calls_to_others():
     short = replace(PROBLEM, dtype=torch.float32, heads_k=4, seq_q=20, seq_k=20)
     assert "cuda" in preferences.untimed(PROBLEM)
     assert "cuda" in preferences.untimed(replace(short, seq_k=33))

@@ -201,11 +201,14 @@ def test_generated_calls(library, part):
 
 
 FAULTS = {
-    "the word of another key": ("../core/dropout.cuh", "kept >> i & 1)) p[b", "kept >> (i ^ 1) & 1)) p[b"),
-    "the row of the other lane": ("../core/dropout.cuh", "(odd ? other : own) >> 2", "own >> 2"),
-    "a round less": ("../core/dropout.cuh", "round < 10", "round < 9"),
-    "the query of another column": ("../core/dropout.cuh", "query + c / 2 * 8 + c % 2", "query + c"),
-    "a kept gradient of what is dropped": ("../sm80/bwd/bias_mask.cuh", "if (!stays<kM>(kept, i / 4, n, i % 4)) dp[i", "if (false) dp[i"),
+    "the word of another key": ("../core/dropout.cuh", "kept >> bit_of_element(b, i % 4) & 1)) p[b", "kept >> bit_of_element(b, i % 4 ^ 1) & 1)) p[b"),
+    "the row of the other lane": ("../core/dropout.cuh", "lane & 1 ? 0x3715 : 0x6240", "lane & 1 ? 0x6240 : 0x3715"),
+    "blocks in another order": ("../core/dropout.cuh", "lane & 2 ? 0x3276 : 0x5410", "lane & 2 ? 0x7632 : 0x1054"),
+    "a round less": ("../core/dropout.cuh", "round < 7", "round < 6"),
+    "the number of the other half": ("../core/dropout.cuh", "x[d] << 16 >= threshold", "x[d] >= threshold"),
+    "the query of another column": ("../core/dropout.cuh", "query + n * 8 + odd", "query + 2 * n + odd"),
+    "keys of the other lane": ("../core/dropout.cuh", "odd ? 0x3276 : 0x5410", "odd ? 0x5410 : 0x3276"),
+    "a kept gradient of what is dropped": ("../sm80/bwd/bias_mask.cuh", "if (!stays(kept, i / 4, n, i % 4)) dp[i", "if (false) dp[i"),
     "delta of another scale": ("../sm80/bwd/preprocess.cuh", "(1.f / ... / dropout.keep_scale)", "(2.f / ... / dropout.keep_scale)"),
     "entries of the first head": ("../sm80/bwd/bias_mask_kernel.cuh", "stream + member", "stream"),
 }  # fmt: skip

@@ -30,7 +30,7 @@ class Params(c.Structure):
     _fields_ = [
         *_fields(ForwardParams, "call"),
         *_fields(Scales, "q_scale k_scale v_scale"),
-        *_fields(c.c_int32, "out_is_fp16"),
+        *_fields(c.c_int32, "out_is_fp16 fast"),
     ]
 
 
@@ -42,6 +42,7 @@ def kernel(tmp_path_factory):
 def loaded(folder, *changes):
     library = build(folder, "fp8", *changes)
     library.workspace.restype = c.c_int64
+    library.has_fast_tiles.restype = c.c_bool
     return library
 
 
@@ -88,8 +89,9 @@ def run(
         lower_right=given["align"] == "lower_right", device=processors,
     )  # fmt: skip
     scales = (scales_of(given.get(f"{n}_scale"), x, sequences) for n, x in zip("qkv", (q, k, v), strict=True))
-    params = Params(call, *scales, dtype == torch.float16)
+    params = Params(call, *scales, dtype == torch.float16, given.get("fp8_accumulate") == "fast")
     library.rows = library.tile_rows(c.byref(params), processors)
+    library.fast = library.has_fast_tiles(c.byref(params))
     needed = library.workspace(c.byref(params), processors)
     if cut is not None:
         assert (needed > 4) == cut
@@ -135,14 +137,18 @@ PIECES = FP8Case(
 )
 
 
+@pytest.mark.parametrize("how", ("safe", "fast"))
 @pytest.mark.parametrize(("dims", "rows"), [*((dims, 70) for dims in TILES), ((64, 64), 256)])
-def test_pieces(kernel, dims, rows):
+def test_pieces(kernel, dims, rows, how):
     """Of some of the tiles and of all, in two pieces and in many; 256 rows: of wide tiles."""
+    if how == "fast" and dims != (256, 256):
+        pytest.skip("as the safe call")
     variant = replace(PIECES.variant, head_dim=dims[0], head_dim_v=dims[1])
-    inputs = make_fp8_inputs(replace(PIECES, variant=variant, lens_q=(rows,)))
+    scales = ("128", "128", "head" if how == "fast" else "128")
+    inputs = make_fp8_inputs(replace(PIECES, variant=variant, lens_q=(rows,), scales=scales, accumulate=how))
     for processors in (2, 5, 20):
         found = run(kernel, inputs, 1, processors, True)
-        assert (kernel.rows == 256) == (rows == 256)
+        assert (kernel.rows == 256) == (rows == 256) and kernel.fast == (how == "fast")
         assert not (problems := inputs.judge().problems(found)), problems
     again = run(kernel, inputs, 2, 20, True)
     assert all(torch.equal(found[name], again[name]) for name in found)
@@ -154,6 +160,61 @@ def test_more_processors_than_blocks(kernel, processors, scales):
     """Tiles as long as those that are cut, but few: a run without a block would be waited for, and never come."""
     case = replace(PIECES, lens_q=(40,), lens_k=(1100,), scales=("one", scales, scales))
     assert judge(kernel, case, processors)
+
+
+FAST = FP8Case(
+    FP8Variant("bfloat16", 256, 256, "causal"), 1, (300,), (1100,), scales=("128", "128", "head"), align="lower_right", accumulate="fast"
+)  # fmt: skip
+FAST_PACKED = replace(
+    FAST, variant=replace(FAST.variant, packed=True), lens_q=(100, 40, 200), lens_k=(300, 77, 640), heads_k=2, sharp=4.0
+)
+
+
+@pytest.mark.parametrize("window", ("none", "causal", "left", "both"))
+@pytest.mark.parametrize("case", (FAST, FAST_PACKED, replace(FAST, lens_q=(70,), lens_k=(90,), align="upper_left")))
+def test_fast_tiles(kernel, case, window):
+    """More blocks than stages, and one; offsets that move; scales of all that have one number for v."""
+    for i, scales in enumerate((("128", "128", "head"), ("one", "head", "one"), ("none", "none", "none"))):
+        variant = replace(case.variant, window=window, softcap=i == 1, dtype=("bfloat16", "float16")[i % 2])
+        assert judge(kernel, replace(case, variant=variant, scales=scales, seed=i, sharp=(1.0, 4.0, 4.0)[i]))
+        assert kernel.fast
+
+
+@pytest.mark.parametrize("dims", ((208, 240), (64, 144)))
+def test_fast_tiles_of_fewer_columns(kernel, dims):
+    assert (
+        judge(kernel, replace(FAST, variant=replace(FAST.variant, head_dim=dims[0], head_dim_v=dims[1])))
+        and kernel.fast
+    )
+
+
+@pytest.mark.parametrize("changes", (
+    {"head_dim": 128, "head_dim_v": 128}, {"head_dim": 192, "head_dim_v": 128}, {"scales": ("128", "128", "128")},
+    {"scales": ("128", "128", "64")}, {"scales": ("128", "64", "head")}, {"accumulate": "safe"},
+))  # fmt: skip
+def test_other_calls_are_safe(kernel, changes):
+    """In the bits of the call that asks for it."""
+    dims = {n: changes[n] for n in ("head_dim", "head_dim_v") if n in changes}
+    others = {n: x for n, x in changes.items() if n not in dims}
+    case = replace(FAST, variant=replace(FAST.variant, **dims), lens_q=(70,), lens_k=(300,), **others)
+    found = [run(kernel, make_fp8_inputs(replace(case, accumulate=how))) for how in (case.accumulate, "safe")]
+    assert not kernel.fast
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("scale", (0.0, -0.5, torch.nan, 2.0**-140))
+def test_fast_scales_of_values(kernel, scale):
+    """That are not positive, or tiny: the result is that of safe sums."""
+    inputs = make_fp8_inputs(replace(FAST, scales=("one", "one", "head")))
+    inputs.options["v_scale"] = torch.full_like(inputs.options["v_scale"], scale)
+    fast = run(kernel, inputs)
+    assert kernel.fast
+    inputs.options["fp8_accumulate"] = "safe"
+    safe = run(kernel, inputs)
+    assert torch.equal(fast["out"].isnan(), safe["out"].isnan())
+    difference = (fast["out"] - safe["out"]).nan_to_num().norm()
+    assert difference <= 0.05 * safe["out"].nan_to_num().norm()
+    torch.testing.assert_close(fast["lse"], safe["lse"], atol=0.01, rtol=0)
 
 
 def test_few_keys_are_not_cut(kernel):
@@ -196,7 +257,7 @@ def test_choice_of_tiles(kernel, rows, heads, seq, changed):
         cu_seqlens_q=1 if changed.get("packed") else None,
     )  # fmt: skip
     scales = (Scales(shift=changed.get("shift", 7)) for _ in range(3))
-    assert kernel.tile_rows(c.byref(Params(call, *scales, 0)), 132) == rows
+    assert kernel.tile_rows(c.byref(Params(call, *scales, 0, 0)), 132) == rows
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -229,13 +290,13 @@ def test_nan_of_another_sequence(kernel):
 
 
 FAULTS = {
-    "V turned over a tile that is being read": ("fp8/transpose.cuh", "ptx::mbarrier_sleep(address(&shared.turned_empty[stage]), phase ^ 1);", ""),
+    "V turned over a tile that is being read": ("fp8/transpose.cuh", "if (part == 0) ptx::mbarrier_sleep(address(&shared.turned_empty[stage]), phase ^ 1);", ""),
     "V in another order than P": ("fp8/softmax.cuh", "s[e], s[e + 1], s[e + 4], s[e + 5]", "s[e], s[e + 1], s[e + 2], s[e + 3]"),
     "a turn that is not passed on": ("fp8/mainloop.cuh", "      pass_turn();\n      take_turn();", "      take_turn();"),
     "offsets that stay behind": ("fp8/softmax.cuh", "const bool grew = ", "const bool grew = before == kUninitializedMax && "),
     "Q released before all have read the tile": ("fp8/kernel.cuh", "4 + (w == 0 ? 1 + C::kTransposers : 0)", "4"),
     "the scale of another block": ("fp8/load.cuh", "scale_of(a.v_scale, v, key)", "scale_of(a.v_scale, v, key + 128)"),
-    "fewer bytes than arrive": ("fp8/load.cuh", "(v_full, sizeof(shared.v[0]));", "(v_full, sizeof(shared.v[0]) / 2);"),
+    "fewer bytes than arrive": ("fp8/load.cuh", "(full, sizeof(shared.v[0][0]));", "(full, sizeof(shared.v[0][0]) / 2);"),
     "pieces added before all are there": ("fp8/split_tail.cuh", "before != last - first", "before + 1 != last - first"),
     "the weight of another row": ("fp8/split_tail.cuh", "fmaf(weight[1], y.z,", "fmaf(weight[0], y.z,"),
     "a run that ends too early": ("fp8/split_tail.cuh", "end(run_begin(tail, blockIdx.x + 1))", "end(run_begin(tail, blockIdx.x + 1) - 1)"),
@@ -246,6 +307,17 @@ FAULTS = {
     "sums that do not follow their offsets": ("fp8/softmax.cuh", "    rows.sum[half] *= alpha[half];\n", ""),
     "sums in all lanes of a quad": ("fp8/mainloop.cuh", "rows.sum[0] += own[kChunk / 2],", "rows.sum[0] += __shfl_sync(~0u, own[kChunk / 2], lane & ~3),"),
     "the sum of the row 8 before": ("fp8/mainloop.cuh", "rows.sum[1] += own[kChunk / 2 + 2];", "rows.sum[1] += own[kChunk / 2];"),
+    "fast: sums of P that go on": ("fp8/mainloop.cuh", "    sum0 -= sum0, sum1 -= sum1;\n", ""),
+    "fast: sums that are read before they are there": ("fp8/mainloop.cuh", "      ptx::wgmma_wait<1>();\n      end_values(head - 1);", "      end_values(head - 1);"),
+    "fast: the release of another block": ("fp8/mainloop.cuh", "end_values(head - 1);", "end_values(head);"),
+    "fast: an output that does not follow its offsets": ("fp8/mainloop.cuh", "      if (!kLate) follow_offsets();\n", ""),
+    "fast: values without their scale": ("fp8/mainloop.cuh", "x *= v_scale;", "x *= 1.f;"),
+    "fast: columns of V turned into those of the other product": ("fp8/mainloop.cuh", "v + 128 * kBlockK / 16", "v"),
+    "fast: a part of V that arrives in the one before": ("fp8/load.cuh", "    ptx::mbarrier_sleep(ptx::shared_address(&shared.v_empty[stage][part]), free);\n", ""),
+    "fast: a part of V that is not waited for": ("fp8/transpose.cuh", "address(&shared.v_full[v_stage][part])", "address(&shared.v_full[v_stage][0])"),
+    "fast: Q over that of the tile before": ("fp8/load.cuh", "        ptx::mbarrier_sleep(address(&shared.q_empty[(tiles - 1) % C::kQStages][w]),\n                            (tiles - 1) / C::kQStages & 1);", "        ;"),
+    "fast: a turn that is passed on twice": ("fp8/mainloop.cuh", "if (!passed) pass_turn();", "pass_turn();"),
+    "fast: V turned when its first part is": ("fp8/transpose.cuh", "const bool last = part + 1 == C::kVParts;", "const bool last = part == 0;"),
     "turns of three where there are four": ("fp8/mainloop.cuh", "w + 1 == C::kConsumers ? 1 : w + 2", "w % 3 == 2 ? 1 : w + 2"),
 }  # fmt: skip
 
@@ -275,6 +347,8 @@ def test_faults_are_found(tmp_path, fault):
     )
     if FAULTS[fault][0] == "fp8/split_tail.cuh":
         case, how = PIECES, (5,)
+    elif "fast" in fault:
+        tiles, case = "Tiles256Fast", FAST_PACKED
     elif "kLate" in FAULTS[fault][1]:
         tiles = "Tiles128"
         case = replace(case, variant=replace(variant, head_dim=128, head_dim_v=128))

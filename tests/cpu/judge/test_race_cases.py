@@ -78,7 +78,8 @@ NAMES = {
     "void flashsci::sm90::fwd::forward_kernel<(anonymous namespace)::Op, flashsci::sm90::fwd::Tiling<192, 128, 2, 2, false, 128>, "
     "true, true, true>(flashsci::sm90::fwd::ForwardArgs)": (192, "128 x 128", "v 128 window packed"),
     "void flashsci::sm90::decode::decode_combine<(anonymous namespace)::Op, 256>(flashsci::sm90::decode::DecodeArgs)": (256, "4 x 0", "combine"),
-    "void flashsci::sm90::fp8::fp8_forward_kernel<flashsci::sm90::fp8::Tiling<192, 128, 64, 2, 4>, true>(flashsci::sm90::fp8::Args)": (192, "128 x 64", "v 128 packed"),
+    "void flashsci::sm90::fp8::fp8_forward_kernel<flashsci::sm90::fp8::Tiling<192, 128, 64, 2, 4, false>, true>(flashsci::sm90::fp8::Args)": (192, "128 x 64", "v 128 packed"),
+    "void flashsci::sm90::fp8::fp8_forward_kernel<flashsci::sm90::fp8::Tiling<256, 256, 128, 2, 2, true>, false>(flashsci::sm90::fp8::Args)": (256, "128 x 128", "fast dense"),
     "void flashsci::sm90::paged::paged_kernel<(anonymous namespace)::Op, flashsci::paged::Same, flashsci::sm90::paged::Tiling<128, 2> >(flashsci::sm90::paged::MappedArgs)": (128, "64 x 64", "paged"),
     "void flashsci::paged::plan_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Tiling<128, 2> >(FlashsciPagedParams, flashsci::paged::Plan, int)": (128, "64 x 64", "plan"),
     "void flashsci::paged::combine_kernel<(anonymous namespace)::Op, flashsci::sm90::paged::Tiling<256, 2> >(flashsci::paged::Args)": (256, "4 x 0", "combine"),
@@ -307,6 +308,8 @@ def test_cases_of_8_bit_floats_have_the_shapes_of_other_calls(block, packed):
         assert case.variant.packed == packed and case.scales == ("head", block, block)
         assert len(case.lens_q) == len(case.lens_k) and bool(case.batch) != packed
     assert str(call).startswith("sm90-fp8-d192-v128-block")
+    fast = dict(FP8Call(256, 256, block, packed, fast=True).cases(132))
+    assert all(case.accumulate == "fast" and case.scales == ("head", block, "head") for case in fast.values())
 
 
 @pytest.mark.parametrize(

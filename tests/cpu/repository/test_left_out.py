@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-RELEASED = "75,80,89,90,100,120"
+RELEASED = "75,80,90,100,120"
 
 
 def of_cmake(unit: str, sm80: str, folder: Path) -> str:
@@ -42,6 +42,9 @@ def of_script(unit: str, sm80: str) -> str:
         ("sm80/dropout/fp16.cu", "89", "89"),
         ("sm80/dropout/fp16.cu", "100,120", "100"),
         ("sm80/weights/fp32.cu", "90,100,120", "90,100,120"),
+        ("sm80/paged/bf16.cu", RELEASED, "80,100,120"),
+        ("sm80/paged8/bf16.cu", RELEASED, "80,100,120"),
+        ("sm80/paged/bf16.cu", "90", "90"),
     ],
 )
 def test_what_is_compiled(tmp_path, unit, asked, compiled):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import flashsci
-from tools.bench import fp8
+from flashsci.testing.fp8 import LOST
+from tools.bench import fp8, fp8_sums
 from tools.bench.inputs import Unsupported
 
 CPU = torch.device("cpu")
@@ -29,8 +30,8 @@ def test_cells():
 
 @pytest.mark.parametrize("cell", [SMALL, replace(SMALL, causal=True, per="head"), replace(SMALL, per="tensor")])
 def test_measures(cell, capsys):
-    records = fp8.measure(cell, ["reference", "bf16", "cudnn", "fa3"], CPU, 0.05)
-    assert [r["backend"] for r in records] == ["reference", "bf16"]
+    records = fp8.measure(cell, ["reference", "reference+fast", "bf16", "cudnn", "fa3"], CPU, 0.05)
+    assert sorted(r["backend"] for r in records) == ["bf16", "reference", "reference+fast"]
     said = capsys.readouterr().out
     assert "no cudnn: it runs on GPUs only" in said and "no fa3" in said
     assert all(r["flops_per_second"] > 0 for r in records)
@@ -88,3 +89,17 @@ def test_the_table_of_errors():
     common = {(r["smooth"], r["rotate"]): r["kernel"] for r in records[-4:]}
     assert common[True, False] < 0.5 * common[False, False]
     assert fp8.table(records).count("\n") == 1 + 2 * 3
+
+
+def test_the_model_of_sums():
+    """Safe sums lose nothing that shows beside P's rounding; fast ones lose at most what the judge allows, and do lose it."""
+    x = torch.randn(3, 64, dtype=torch.float64)
+    y = torch.randn(64, 5, dtype=torch.float64)
+    found, exact = fp8_sums.product(x, y, 64), x @ y
+    assert 0 < (found - exact).norm() < 2.0**-11 * exact.norm()
+    one = torch.ones((), dtype=torch.float64)
+    assert fp8_sums.add(one, (2.0**-14 * one).expand(fp8_sums.STEP)) == 1, "each is cut before it is added"
+    assert fp8_sums.add(one, (2.0**-13 * one).expand(fp8_sums.STEP)) == 1 + 2.0**-8
+    safe, fast = fp8_sums.errors(1024, 1.0)
+    assert safe < 0.005 and LOST * 1024 / 4 < fast < LOST * 1024
+    assert fp8_sums.errors(1024, 0.0)[1] < 0.03

@@ -110,7 +110,7 @@ def test_wrong_edges_stay_inside(poison):
     inputs = make_fp8_inputs(NAMED["packed"])
     tensors = [x.transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v)]
     scales = [inputs.options[f"{n}_scale"] for n in "qkv"]
-    scalars = FP8Scalars(-1, -1, 0.2, 0.0, -1, 0, True, torch.bfloat16, True)
+    scalars = FP8Scalars(-1, -1, 0.2, 0.0, -1, 0, True, torch.bfloat16, True, False)
     huge = torch.iinfo(torch.int32).max
     for edges in ([-5, huge, 2, 7, 9], [4, 1, 3, 90, 100], [0, huge, huge, -huge, huge]):
         of_both = torch.tensor(edges, dtype=torch.int32)
@@ -128,7 +128,7 @@ def test_nothing_to_do():
 def test_op_passes_opcheck():
     inputs = make_fp8_inputs(NAMED["d64"])
     scales = [inputs.options[f"{n}_scale"] for n in "qkv"]
-    scalars = (-1, -1, 0.1, 0.0, -1, 0, True, torch.float16, False)
+    scalars = (-1, -1, 0.1, 0.0, -1, 0, True, torch.float16, False, True)
     arguments = (inputs.q, inputs.k, inputs.v, *scales, None, None, *scalars)
     op = torch.ops.flashsci.triton_fp8_attention.default
     torch.library.opcheck(op, arguments, test_utils=("test_faketensor",))

@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from flashsci.api.dropout import keep_threshold
 from flashsci.backends.triton import tilings
 from flashsci.backends.triton.kernels.backward_keys import dkdv_kernel
 from flashsci.backends.triton.kernels.backward_preprocess import delta_kernel
@@ -154,7 +155,6 @@ class DensePlan:
         self.wide_second = Wide(self) if held else self.wide
         self.window = 0 if window_left < 0 and window_right < 0 else 1 if window_left < 0 else 2
         dropout = dropout_p > 0.0
-        threshold = min(math.floor(dropout_p * 2**32), 2**32 - 1)
         self.precision = precise
         of_weights = NO_STRIDES[:4] if weight is None else weight_strides(*weight[:2])
         of_slopes = NO_STRIDES[:3] if alibi is None else slope_strides(*alibi, self.varlen)
@@ -169,7 +169,7 @@ class DensePlan:
                 left=UNBOUNDED if window_left < 0 else min(window_left, UNBOUNDED),
                 right=UNBOUNDED if window_right < 0 else min(window_right, UNBOUNDED),
                 lower_right=int(lower_right),
-                threshold=threshold - (1 << 32) if threshold >= 1 << 31 else threshold,
+                threshold=keep_threshold(dropout_p),
                 keep_scale=1.0 / (1.0 - dropout_p) if dropout and dropout_p < 1.0 else float(not dropout),
             ),
             "F": Features(

@@ -90,6 +90,8 @@ struct Box {
     // Swizzles are of addresses: single rows may be anywhere.
     check(map.box[1] == 1 || address % (map.row_bytes * 8) == 0,
           "a box that is not aligned to its swizzle");
+    // The hardware stops such a load as an illegal instruction.
+    check(c0 * map.element % 16 == 0, "a box that begins at no multiple of 16 bytes in memory");
     at(address, bytes(), 128);
   }
   uint32_t bytes() const { return map.box[2] * map.box[1] * map.row_bytes; }
@@ -175,6 +177,15 @@ inline void tma_store_5d(const void* map, uint32_t source, int c0, int c1, int c
   store_later([box = Box(map, source, c0, c1, c2, c3, c4)] {
     box.for_each([&](const unsigned char* from, unsigned char* to) {
       if (to != nullptr) std::memcpy(to, from, box.map.element);
+    });
+  });
+}
+inline void tma_add_5d(const void* map, uint32_t source, int c0, int c1, int c2, int c3, int c4) {
+  store_later([box = Box(map, source, c0, c1, c2, c3, c4)] {
+    check(box.map.element == 4, "numbers of 16 bits are not added");
+    box.for_each([&](const unsigned char* from, unsigned char* to) {
+      if (to != nullptr)
+        *reinterpret_cast<float*>(to) += *reinterpret_cast<const float*>(from);
     });
   });
 }

@@ -88,6 +88,7 @@ T load_shared(uint32_t address) {
   return value;
 }
 inline uint32_t ld_shared(uint32_t address) { return load_shared<uint32_t>(address); }
+inline uint32_t ld_shared_u8(uint32_t address) { return load_shared<uint8_t>(address); }
 inline uint64_t ld_shared_u64(uint32_t address) { return load_shared<uint64_t>(address); }
 inline float2 ld_shared_f2(uint32_t address) { return load_shared<float2>(address); }
 inline uint4 ld_shared_v4(uint32_t address) { return load_shared<uint4>(address); }
@@ -106,10 +107,19 @@ inline float ex2_approx(float x) { return std::exp2(x); }
 inline float rcp_approx(float x) { return 1.f / x; }
 inline float lg2_approx(float x) { return std::log2(x); }
 
-template <int>
-void setmaxnreg_dec() {}
-template <int>
-void setmaxnreg_inc() {}
+// Of the registers that a CTA has if no other one shares the SM: setmaxnreg waits for ever for more.
+inline void take_registers(int wanted) {
+  const int own = 65536 / static_cast<int>(blockDim.x) / 8 * 8;
+  block->registers_beyond += wanted - own;
+}
+template <int kRegisters>
+void setmaxnreg_dec() {
+  take_registers(kRegisters);
+}
+template <int kRegisters>
+void setmaxnreg_inc() {
+  take_registers(kRegisters);
+}
 inline void prefetch_l1(const void*) {}
 template <class T>
 void ld_row(T& x, const T* from) {

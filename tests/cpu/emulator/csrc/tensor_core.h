@@ -4,7 +4,7 @@
 // A product runs as late as its wait allows, or when it is issued (`early`): a kernel that changes
 // operands or reads sums too soon has wrong results with one of the two. A product rounds its sums
 // to fp32 once. It is an error if a descriptor does not fit tiles that TMA writes, if rows of an
-// 8x8 matrix share banks, and if more than 128 products of 8-bit floats are summed without leaving
+// 8x8 matrix share banks, and if more than `most_products` of 8-bit floats are summed without leaving
 // the tensor core, which keeps 14 bits of them.
 #pragma once
 #include <cmath>
@@ -202,12 +202,14 @@ using WgmmaF16 = Wgmma16<kN, false>;
 
 // Of 8-bit floats: no operand is transposed. Register i of A has row i % 2 * 8 + l / 4 and columns
 // i / 2 * 16 + 4 (l % 4) and the three after it.
+inline int most_products = 128;  // of 8-bit floats in one sum
+
 template <int kN>
 struct Qgmma {
   static void count(const float* d, bool accumulate) {
     int& sum = thread->sums[d];
     sum = accumulate ? sum + 32 : 32;
-    check(sum <= 128, "a sum of more than 128 products of 8-bit floats in the tensor core");
+    check(sum <= most_products, "a longer sum of products of 8-bit floats in the tensor core");
   }
   static void ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
     count(d, accumulate);
@@ -322,9 +324,12 @@ template <class Move>
 void for_each_element(uint32_t address, bool transposed, const Move& move) {
   const auto rows = exchange(address);
   for (int m = 0; m < 4; ++m) {
-    uint32_t banks = 0;
-    for (int row = 0; row < 8; ++row) banks |= 1u << (rows[m * 8 + row] / 16 % 8);
-    check(banks == 0xff, "rows of a matrix that collide");
+    uint32_t banks = 0, all_equal = 1;
+    for (int row = 0; row < 8; ++row) {
+      banks |= 1u << (rows[m * 8 + row] / 16 % 8);
+      all_equal &= rows[m * 8 + row] == rows[m * 8];
+    }
+    check(banks == 0xff || all_equal, "rows of a matrix that collide");
     for (int i = 0; i < 2; ++i) {
       const int outer = lane() / 4, inner = lane() % 4 * 2 + i;
       const uint32_t row = rows[m * 8 + (transposed ? inner : outer)];
@@ -336,6 +341,7 @@ inline void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed) {
   for_each_element(address, transposed, [&](int m, int i, const unsigned char* from) {
     std::memcpy(reinterpret_cast<char*>(&r[m]) + i * 2, from, 2);
   });
+  __syncwarp();  // one instruction: no lane writes there before all have read
 }
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { load_matrices(r, address, false); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {

@@ -98,6 +98,7 @@ struct Block {
   Meeting named[16];         // 0: __syncthreads
   bool any[2] = {};          // of __syncthreads_or, in this turn and in that before
   std::vector<Work> copies;  // that the copy engine has not done yet
+  int registers_beyond = 0;  // of all threads, beyond those that they began with
   bool progress = false;     // something happened that others may have waited for
   std::string failure;
 };
@@ -197,6 +198,7 @@ inline void run_block() {
     do_copies(slow_copies, stuck);
   }
   if (!block->copies.empty()) throw Failure{"copies that nobody waited for"};
+  if (block->registers_beyond > 0) throw Failure{"more registers than there are"};
   for (const Meeting& it : block->named)
     if (it.arrived != 0) throw Failure{"a barrier that some have arrived at, not all"};
 }
@@ -293,6 +295,7 @@ inline bool __syncthreads_or(bool x) {
   __syncthreads();
   return any;
 }
+inline bool __syncthreads_and(bool x) { return !__syncthreads_or(!x); }
 template <class T>
 T __shfl_sync(uint32_t, T x, int from) {
   return emulation::exchange(x)[from % 32];
