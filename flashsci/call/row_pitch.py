@@ -19,9 +19,6 @@ from flashsci.call.torch_state import is_traced
 FEWEST_SCORES = 1 << 22
 #: Scores that read one number of a mask, from which on a mask is copied: some kernels read it as fast either way.
 FEWEST_READERS = 4
-#: Whether a plain call without gradients leaves a ragged bias as it is where Hopper's forward reads it in windows
-#: (csrc/sm90/fwd/load_bias_mask.cuh). False: it copies the bias, as every other call does.
-IN_PLACE = False
 
 
 def ragged_bias(tensors: Tensors) -> bool:

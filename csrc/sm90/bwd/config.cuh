@@ -32,7 +32,6 @@ struct BackwardTiling {
   static constexpr bool kBiasStaged = kBiasMaskTiles == BiasMaskTiles::kStaged,
                         kManyTiles = kManyTiles_;
   static constexpr int kConsumers = 2, kBlockK = 64 * kConsumers, kStages = 2;
-  static constexpr int kCtas = 1, kKeys = kBlockK;  // of a cluster; of a CTA
   static constexpr int kDoutStages = kStages, kCounters = kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kBoxes = (kHeadDim + 63) / 64, kBoxesV = (kHeadDimV + 63) / 64;
@@ -73,15 +72,8 @@ struct BackwardTiling {
   }
 };
 
-// What a CTA does next: a tile of keys, or rows of queries before (delta, a cleared
-// accumulator) and after it (dQ from the accumulator).
-enum class Work { kKeys, kPrepare, kFinish, kNone };
-
-// A tile: 128 keys of one head and the queries that see them. Of rows: only begin and end, query
-// tiles of all heads.
+// A tile: 128 keys of one head and the queries that see them.
 struct KeyTile {
-  Work work;
-  uint32_t bundle;     // of heads: `find_work`
   int row;             // the first key in its sequence; < 0: no work, or the end
   int first_k, seq_k;  // rows of the sequence (dense: 0 and the parameter)
   int first_q, seq_q;
@@ -146,22 +138,16 @@ struct alignas(128) BackwardArgs {
                               // any order
   bool descending;            // the last key tile first, for causal windows
   uint32_t q_tiles, k_tiles;  // of a head; packed: slots
-  uint32_t groups;  // of key heads, of nearly equal size, whose tiles are mixed, the longest first
-  uint32_t key_heads;            // B0 * B1 * Hk
-  int dout_row_offset;           // 0, or beyond the tensor: dO is then zero
-  float exp_scale;               // P = exp2(exp_scale s - lse)
+  uint32_t group;       // smallest number of key heads whose tiles are mixed, the longest first
+  uint32_t key_heads;   // B0 * B1 * Hk
+  int dout_row_offset;  // 0, or beyond the tensor: dO is then zero
+  float exp_scale;      // P = exp2(exp_scale s - lse)
   float cap_inner, cap_outer;    // softcap: s = cap_outer tanh(cap_inner q.k), in powers of two
   CUtensorMap bias, dbias;       // boxes of kBlockQ rows and 64 keys
   bool bias_tiles, stores_bias;  // the bias is read by tiles; dbias is written by tiles
   int* ascending;  // packed, in turns: whether offsets ascend; if not, some turn would never come
-  uint32_t* handed_out;  // many tiles: number of tiles taken, initially `known`
-  uint32_t known;        // CTAs whose first tile has their own index: all; in turns none
-  // Bundles of key heads, whose rows are prepared, worked on and finished one bundle after the
-  // other; or 0: the rows have kernels of their own. Of the largest bundle: tiles of keys, and items
-  // of rows.
-  uint32_t bundles, bundle_tiles, bundle_rows;
-  int* prepared;               // [bundle]: items, from each consumer
-  int* added;                  // [bundle]: tiles of keys, from each consumer
+  uint32_t* handed_out;        // many tiles: number of tiles taken, initially `known`
+  uint32_t known;              // CTAs whose first tile has their own index: all; in turns none
   bool mask_tiles, adds_bias;  // staged: the mask is read by tiles; tiles are added to dbias
   CUtensorMap mask;
 };
@@ -185,9 +171,11 @@ __device__ __forceinline__ Window window_of(const FlashsciBackwardParams& p, int
 template <class C, bool kVarlen>
 __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t item) {
   const FlashsciBackwardParams& p = a.p;
-  // Groups of nearly equal size: a small last one would begin its longest tiles when the others end.
-  uint32_t size = a.key_heads / a.groups, first_head = 0;
-  const uint32_t larger = (a.key_heads - a.groups * size) * (size + 1);  // heads of larger groups
+  // At least `group` heads at a time, in groups of nearly equal size: a small last group would
+  // begin its longest tiles when the others end.
+  const uint32_t groups = max(a.key_heads / a.group, 1u);
+  uint32_t size = a.key_heads / groups, first_head = 0;
+  const uint32_t larger = (a.key_heads - groups * size) * (size + 1);  // heads of larger groups
   if (item < larger * a.k_tiles)
     ++size;
   else
@@ -197,7 +185,6 @@ __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t
   const uint32_t index = a.descending ? a.k_tiles - 1 - rest / size : rest / size;
   const uint32_t batch_head = first_head + rest % size;
   KeyTile tile;
-  tile.work = Work::kKeys;
   tile.batch = batch_head / static_cast<uint32_t>(p.heads_k);
   tile.head = batch_head - tile.batch * p.heads_k;
   tile.batch0 = tile.batch / static_cast<uint32_t>(p.batch1);
@@ -223,98 +210,6 @@ __device__ __forceinline__ KeyTile find_key_tile(const BackwardArgs& a, uint32_t
   const bool some = tile.row >= 0 && first_query < end_query;
   tile.begin = some ? first_query / C::kBlockQ : 0;
   tile.end = some ? (end_query + C::kBlockQ - 1) / C::kBlockQ : 0;
-  return tile;
-}
-
-// Query tiles of an item of rows.
-template <class C>
-inline constexpr uint32_t kRowTiles = 512 / C::kBlockQ;
-
-// Of a bundle: its first key head, and the one behind its last.
-struct BundleHeads {
-  uint32_t begin, end;
-  __device__ __forceinline__ BundleHeads(const BackwardArgs& a, uint32_t bundle) {
-    const uint32_t size = a.key_heads / a.bundles, larger = a.key_heads - a.bundles * size;
-    begin = bundle * size + min(bundle, larger);
-    end = begin + size + (bundle < larger);
-  }
-  __device__ __forceinline__ uint32_t query_tiles(const BackwardArgs& a) const {
-    return (end - begin) * (a.p.heads_q / a.p.heads_k) * a.q_tiles;
-  }
-};
-// Whether rows may be prepared and finished among the tiles, and warpgroups that share an item of rows.
-template <class C, bool kVarlen>
-inline constexpr bool kRowsAmongTiles = !kVarlen && !C::kHasBiasMask;
-template <class C>
-inline constexpr uint32_t kRowWorkers = C::kConsumers * C::kCtas;
-
-// The counts of a bundle when all of its rows are prepared, and when all of its tiles are added.
-template <class C>
-__device__ __forceinline__ int all_prepared(const BackwardArgs& a, uint32_t bundle) {
-  const uint32_t tiles = BundleHeads(a, bundle).query_tiles(a);
-  return (tiles + kRowTiles<C> - 1) / kRowTiles<C> * kRowWorkers<C>;
-}
-template <class C>
-__device__ __forceinline__ int all_added(const BackwardArgs& a, uint32_t bundle) {
-  const BundleHeads heads(a, bundle);
-  return (heads.end - heads.begin) * a.k_tiles * kRowWorkers<C>;
-}
-
-// The number of items, with those that turn out to be nothing.
-__host__ __device__ __forceinline__ uint32_t work_items(const BackwardArgs& a) {
-  return a.bundles == 0 ? a.key_heads * a.k_tiles
-                        : a.bundles * (a.bundle_tiles + 2 * a.bundle_rows) + 2 * a.bundle_rows;
-}
-
-// The order of work: among the tiles of a bundle, evenly, the rows of the next are prepared and those
-// of the one before are finished; so loads and stores of rows share the time of products. Whatever
-// an item waits for comes before it. A whole warp must call it.
-template <class C, bool kVarlen>
-__device__ __forceinline__ KeyTile find_work(const BackwardArgs& a, uint32_t item) {
-  if (!kRowsAmongTiles<C, kVarlen> || a.bundles == 0) return find_key_tile<C, kVarlen>(a, item);
-  const uint32_t tiles = a.bundle_tiles, rows = a.bundle_rows, all = tiles + 2 * rows;
-  Work work = Work::kPrepare;
-  uint32_t bundle = 0, index = item;
-  if (item >= rows) {
-    bundle = (item - rows) / all;
-    index = item - rows - bundle * all;
-    if (bundle == a.bundles) {
-      work = Work::kFinish;
-      bundle -= 1;
-    } else {
-      const uint32_t before = index * tiles / all;  // tiles of keys before it
-      if ((index + 1) * tiles / all > before) {
-        work = Work::kKeys;
-        index = before;
-      } else {
-        index -= before;
-        if (index < rows) {
-          bundle += 1;
-        } else {
-          work = Work::kFinish;
-          bundle -= 1;  // of the first: none
-          index -= rows;
-        }
-      }
-    }
-  }
-  KeyTile tile;
-  tile.work = Work::kNone;
-  tile.row = 0;
-  if (bundle >= a.bundles) return tile;
-  const BundleHeads heads(a, bundle);
-  if (work == Work::kKeys) {
-    if (index >= (heads.end - heads.begin) * a.k_tiles) return tile;
-    tile = find_key_tile<C, kVarlen>(a, heads.begin * a.k_tiles + index);
-  } else {
-    const uint32_t first = heads.begin * (a.p.heads_q / a.p.heads_k) * a.q_tiles;
-    const uint32_t count = heads.query_tiles(a);
-    if (index * kRowTiles<C> >= count) return tile;
-    tile.work = work;
-    tile.begin = static_cast<int>(first + index * kRowTiles<C>);
-    tile.end = static_cast<int>(first + min((index + 1) * kRowTiles<C>, count));
-  }
-  tile.bundle = bundle;
   return tile;
 }
 
@@ -378,13 +273,6 @@ __device__ __forceinline__ void wait_for(const uint64_t& barrier, uint32_t parit
 }
 __device__ __forceinline__ void sleep_for(const uint64_t& barrier, uint32_t parity) {
   ptx::mbarrier_sleep(ptx::shared_address(&barrier), parity & 1);
-}
-// Until a counter has this value: what others have done before they added to it is visible, also to
-// the copy engine.
-__device__ __forceinline__ void wait_count(const int* counter, int value) {
-  while (ptx::load_acquire(counter) != value) {
-  }
-  ptx::fence_proxy_async_global();
 }
 __device__ __forceinline__ void wait_semaphore(const int* iter, int mine) {
   while (ptx::load_acquire(iter) != mine) {

@@ -21,8 +21,6 @@
 #include <cuda_runtime.h>
 
 #include "../../core/poison.cuh"
-#include "../../ptx/cluster.cuh"
-#include "../../ptx/fence.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/warpgroup.cuh"
@@ -32,7 +30,6 @@
 #include "load.cuh"
 #include "mainloop.cuh"
 #include "mainloop_d256.cuh"
-#include "rows.cuh"
 #include "store_dq.cuh"
 #include "store_dq_d256.cuh"
 
@@ -49,16 +46,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   poison_block(&shared, sizeof(shared));
   ptx::launch_dependents();
   if constexpr (!C::kManyTiles) {
-    const KeyTile tile = find_work<C, kVarlen>(a, blockIdx.x / C::kCtas);
-    if constexpr (kRowsAmongTiles<C, kVarlen>) {
-      if (tile.work != Work::kKeys) {
-        const int w = threadIdx.x / 128 - 1;
-        if (tile.work != Work::kNone && w >= 0)
-          work_on_rows<Op, C>(a, tile, w + blockIdx.x % C::kCtas * C::kConsumers, kConsumer + w,
-                              reinterpret_cast<float*>(shared.q) + w * (2 * C::kBlockQ));
-        return;
-      }
-    }
+    const KeyTile tile = find_key_tile<C, kVarlen>(a, blockIdx.x);
     if (tile.row < 0) {
       ptx::wait_for_prerequisites();  // or the next kernel would not wait for the first
       return;
@@ -78,17 +66,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       }
     }
     init(shared.kv_full, 1);
+    init(shared.ds_full, C::kD256 ? 4 : 4 * C::kConsumers);
     if constexpr (C::kD256) {
-      for (int i = 0; i < C::kDsStages; ++i) {
-        init(shared.ds_full[i], 4);
-        init(shared.peer_ds_full[i], 1);
-        init(shared.ds_empty[i], 4 * C::kConsumers * C::kCtas);
-      }
+      init(shared.ds_empty, 4);
       init(shared.p_full, 4);
       init(shared.p_empty, 4);
       init(shared.met, 4 * C::kConsumers);
-    } else {
-      init(shared.ds_full, 4 * C::kConsumers);
     }
     for (int i = 0; i < C::kStages; ++i) {
       init(shared.q_full[i], 1);
@@ -110,13 +93,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       }
     }
     ptx::mbarrier_init_fence();
-  }
-  if constexpr (C::kD256) {
-    // dS before the first block, of both CTAs.
-    for (int i = threadIdx.x * 16; i < 2 * C::kDsBytes; i += C::kThreads * 16)
-      ptx::st_shared(ptx::shared_address(shared.ds[0]) + i, make_uint4(0, 0, 0, 0));
-    ptx::fence_proxy_async();
-    ptx::cluster_sync();
   }
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -154,10 +130,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
       consume<Op, C, kVarlen, kSoftcap>(shared, a, warpgroup - 1);
     }
-  }
-  if constexpr (C::kCtas > 1) {
-    __syncwarp();
-    ptx::cluster_sync();  // the other CTA may still arrive at barriers of this one
   }
 }
 

@@ -34,8 +34,7 @@ int64_t workspace_of(const FlashsciBackwardParams& p) {
   const int64_t tiles = p.batch0 * p.batch1 * p.heads_q * query_tiles<C>(p);
   const int64_t rows = tiles * C::kBlockQ;
   return 2 * padded(rows * 4) + rows * C::kHeadDim * 4 +
-         (p.deterministic ? tiles * C::kCounters * 4 : 0) + 8 +
-         (C::kHasBiasMask ? 0 : p.batch0 * p.batch1 * p.heads_k * 8);
+         (p.deterministic ? tiles * C::kCounters * 4 : 0) + 8;
 }
 
 // Whether a CTA takes one tile of keys: with this many queries per tile on average, hiding the
@@ -47,28 +46,6 @@ inline bool prefers_one_tile(const FlashsciBackwardParams& p) {
   else if (p.window_left >= 0 || p.window_right >= 0)
     rows /= 2;
   return rows * (p.heads_q / p.heads_k) > 4096;
-}
-
-// With enough tiles of keys the main kernel prepares and finishes rows among them: in bundles of heads
-// with at least two CTAs for each multiprocessor, so that hardly any item waits for another.
-template <class C, bool kVarlen>
-void divide_rows(BackwardArgs& a, int64_t tiles) {
-  a.bundles = a.bundle_tiles = a.bundle_rows = 0;
-  if constexpr (kRowsAmongTiles<C, kVarlen>) {
-    const int64_t least = 2 * processors_of(a.p.device) / C::kCtas;
-    if (tiles < least) return;
-    const int64_t heads = a.key_heads, apart = (least + a.k_tiles - 1) / a.k_tiles;
-    const int64_t bundles = std::clamp<int64_t>(heads / apart, 1, a.groups);
-    const int64_t largest = (heads + bundles - 1) / bundles;
-    const int64_t rows = largest * (a.p.heads_q / a.p.heads_k) * a.q_tiles;
-    const int64_t row_items = (rows + kRowTiles<C> - 1) / kRowTiles<C>;
-    const int64_t items = largest * a.k_tiles + 2 * row_items;
-    if (items * items >= INT32_MAX || (bundles + 2) * items >= INT32_MAX) return;
-    a.bundles = static_cast<uint32_t>(bundles);
-    a.bundle_tiles = static_cast<uint32_t>(largest * a.k_tiles);
-    a.bundle_rows = static_cast<uint32_t>(row_items);
-    if (a.groups < heads) a.groups = a.bundles;  // of the same heads
-  }
 }
 
 template <class Op, class C, bool kVarlen, bool kSoftcap>
@@ -90,11 +67,9 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   const bool causal = p.window_right >= 0 && p.window_left < 0;
   const int64_t head_bytes =
       int64_t{p.seq_q} * (C::kHeadDim * 6 + C::kHeadDimV * 2) * (p.heads_q / p.heads_k);
-  const int64_t group =
-      causal && !kVarlen
-          ? std::min<int64_t>(std::max<int64_t>((32 << 20) / head_bytes, 1), key_heads)
-          : 1;
-  a.groups = static_cast<uint32_t>(key_heads / group);
+  a.group = causal && !kVarlen ? static_cast<uint32_t>(std::min<int64_t>(
+                                     std::max<int64_t>((32 << 20) / head_bytes, 1), key_heads))
+                               : 1;
   const int64_t rows = heads * q_tiles * C::kBlockQ;
   auto* space = static_cast<unsigned char*>(p.workspace);
   a.lse = reinterpret_cast<float*>(space);
@@ -103,9 +78,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   int* const after = reinterpret_cast<int*>(a.dq + rows * C::kHeadDim);
   a.handed_out = reinterpret_cast<uint32_t*>(after);
   a.ascending = after + 1;
-  a.prepared = after + 2;
-  a.added = a.prepared + (C::kHasBiasMask ? 0 : key_heads);
-  a.dq_semaphores = p.deterministic ? a.added + (C::kHasBiasMask ? 0 : key_heads) : nullptr;
+  a.dq_semaphores = p.deterministic ? after + 2 : nullptr;
   // In turns the shortest causal tiles go first: the turn of each has come when it begins.
   a.descending = a.dq_semaphores != nullptr && causal;
   a.dout_row_offset = p.dout == nullptr ? p.seq_q : 0;
@@ -114,12 +87,9 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   a.cap_outer = p.softcap * kLog2e;
 
   const int64_t tiles = key_heads * k_tiles;
-  divide_rows<C, kVarlen>(a, tiles);
-  const uint32_t ctas =
-      static_cast<uint32_t>(C::kManyTiles ? std::min<int64_t>(tiles, processors_of(p.device))
-                            : a.bundles   ? work_items(a) * C::kCtas
-                                          : tiles * C::kCtas);
-  a.known = a.bundles != 0 || (a.dq_semaphores != nullptr && ctas < tiles) ? 0 : ctas;
+  const uint32_t ctas = static_cast<uint32_t>(
+      C::kManyTiles ? std::min<int64_t>(tiles, processors_of(p.device)) : tiles);
+  a.known = a.dq_semaphores != nullptr && ctas < tiles ? 0 : ctas;
 
   constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
   cudaError_t error = cudaSuccess;
@@ -168,19 +138,11 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
     if (a.stores_bias) error = clear_bias(p, stream);
     if (error != cudaSuccess) return error;
   }
-  const bool among_tiles = a.bundles != 0;
-  const auto launch_main = [&] {
-    return launch_in_clusters<kernel, C::kCtas>(!among_tiles, ctas, C::kThreads, kSharedBytes,
-                                                stream, a);
-  };
-  if (among_tiles) {
-    error = clear_memory(after, (a.added + a.bundles - after) * sizeof(int), stream);
-    return error == cudaSuccess ? launch_main() : error;
-  }
   const uint32_t row_blocks = static_cast<uint32_t>(heads * q_tiles);
   error =
       start<backward_preprocess_kernel<Op, Rows, kVarlen>>(row_blocks, kRowThreads, 0, stream, a);
-  if (error == cudaSuccess) error = launch_main();
+  if (error == cudaSuccess)
+    error = launch_dependent<kernel>(ctas, C::kThreads, kSharedBytes, stream, a);
   if (error != cudaSuccess || p.dq == nullptr) return error;
   return launch_dependent<backward_postprocess_kernel<Op, Rows, kVarlen>>(row_blocks, kRowThreads,
                                                                           0, stream, a);
@@ -207,11 +169,8 @@ using StagedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, 64, BiasMaskTiles::kS
 // Calls work(head dim, head dim of v), padded, as constants.
 template <class Work>
 auto with_head_dims(const FlashsciBackwardParams& p, const Work& work) {
-#if defined(FLASHSCI_SM90_ONLY)  // experiments: one pair of head dims compiles in seconds
-#if !defined(FLASHSCI_SM90_ONLY_V)
-#define FLASHSCI_SM90_ONLY_V FLASHSCI_SM90_ONLY
-#endif
-  return work(Columns<FLASHSCI_SM90_ONLY>(), Columns<FLASHSCI_SM90_ONLY_V>());
+#if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
+  return work(Columns<FLASHSCI_SM90_ONLY>(), Columns<FLASHSCI_SM90_ONLY>());
 #else
   const int dim = p.head_dim, dim_v = p.head_dim_v;
   const auto with_v = [&](auto padded) {

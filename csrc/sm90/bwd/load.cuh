@@ -6,7 +6,6 @@
 #include "../../core/poison.cuh"
 #include "../../core/smem_tile.cuh"
 #include "../../ptx/bulk.cuh"
-#include "../../ptx/cluster.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
@@ -17,13 +16,12 @@ namespace flashsci::sm90::bwd {
 
 // Fills a stage: rows from `row` of a sequence that begins at `first` and has `length` rows, and
 // zeros beyond it: in the products a neighbour's NaN would survive a factor of 0.
-// column(box): the first column of a box.
-template <class B, bool kVarlen, int kSize, class Column>
-__device__ __forceinline__ void load_boxes(const unsigned char (&stage)[kSize],
-                                           const Column& column, const CUtensorMap& map,
-                                           const CUtensorMap& map_cut, const CUtensorMap& map_row,
-                                           uint32_t barrier, int row, int first, int length,
-                                           int total, int head, int batch1, int batch0) {
+template <class B, bool kVarlen, int kSize>
+__device__ __forceinline__ void load_rows(const unsigned char (&stage)[kSize],
+                                          const CUtensorMap& map, const CUtensorMap& map_cut,
+                                          const CUtensorMap& map_row, uint32_t barrier, int row,
+                                          int first, int length, int total, int head, int batch1,
+                                          int batch0) {
   constexpr int kBoxes = kSize / B::kBytes, kRows = B::kRows;
   static_assert(kSize == kBoxes * B::kBytes && B::kBytes == kRows * Box<1>::kBytes,
                 "the barrier expects the whole stage, whichever way it is filled");
@@ -32,27 +30,21 @@ __device__ __forceinline__ void load_boxes(const unsigned char (&stage)[kSize],
   if (!kVarlen || rows == kRows) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
-      ptx::tma_load_5d(shared + box * kRows * 128, &map, barrier, column(box), start, head, batch1,
+      ptx::tma_load_5d(shared + box * kRows * 128, &map, barrier, box * 64, start, head, batch1,
                        batch0);
   } else if (start + rows >= kRows) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
-      ptx::tma_load_5d(shared + box * kRows * 128, &map_cut, barrier, column(box), kRows - rows,
+      ptx::tma_load_5d(shared + box * kRows * 128, &map_cut, barrier, box * 64, kRows - rows,
                        start + rows - kRows, head, 0);
   } else {  // a short first sequence: row by row; rows beyond it come from outside the tensor
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i)
 #pragma unroll 1
       for (int box = 0; box < kBoxes; ++box)
-        ptx::tma_load_5d(shared + (box * kRows + i) * 128, &map_row, barrier, column(box),
+        ptx::tma_load_5d(shared + (box * kRows + i) * 128, &map_row, barrier, box * 64,
                          i < rows ? start + i : total, head, 0, 0);
   }
-}
-
-template <class B, bool kVarlen, int kSize, class... Arguments>
-__device__ __forceinline__ void load_rows(const unsigned char (&stage)[kSize],
-                                          const Arguments&... arguments) {
-  load_boxes<B, kVarlen>(stage, [](int box) { return box * 64; }, arguments...);
 }
 
 // Loads K, V and the stream of Q and dO of a tile, the count-th of this CTA.
@@ -100,21 +92,13 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
     if constexpr (C::kManyTiles) sleep_for(shared.queue.kv_empty, count + 1);
     poison_stage(address(shared.k), C::kKBytes);
     poison_stage(address(shared.v), C::kVBytes);
-    int rank = 0;
-    if constexpr (C::kCtas > 1) rank = static_cast<int>(ptx::cluster_rank());
-    const int row = tile.row + rank * C::kKeys;
-    uint32_t bytes = sizeof(shared.k) + sizeof(shared.v);
-    if constexpr (C::kCtas > 1) bytes += sizeof(shared.peer_k);
-    ptx::mbarrier_arrive_expect(full, bytes);
-    load_rows<typename C::KBox, kVarlen>(shared.k, a.k, a.k_cut, a.k_row, full, row, tile.first_k,
-                                         tile.seq_k, p.seq_k, tile.head, batch1, batch0);
-    load_rows<typename C::KBox, kVarlen>(shared.v, a.v, a.v_cut, a.v_row, full, row, tile.first_k,
-                                         tile.seq_k, p.seq_k, tile.head, batch1, batch0);
-    if constexpr (C::kCtas > 1)
-      load_boxes<typename C::KBox, kVarlen>(
-          shared.peer_k, [=](int box) { return C::dq_begin(rank, box) / 64 * 64; }, a.k, a.k_cut,
-          a.k_row, full, tile.row + (rank ^ 1) * C::kKeys, tile.first_k, tile.seq_k, p.seq_k,
-          tile.head, batch1, batch0);
+    ptx::mbarrier_arrive_expect(full, sizeof(shared.k) + sizeof(shared.v));
+    load_rows<typename C::KBox, kVarlen>(shared.k, a.k, a.k_cut, a.k_row, full, tile.row,
+                                         tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1,
+                                         batch0);
+    load_rows<typename C::KBox, kVarlen>(shared.v, a.v, a.v_cut, a.v_row, full, tile.row,
+                                         tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1,
+                                         batch0);
   };
   const bool some = tile.begin < tile.end;
   // The first K and V do not wait for the previous kernel; later ones wait longer for a free stage
@@ -122,10 +106,6 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
   const bool late = C::kManyTiles && !kVarlen && count > 0 && some;
   if ((C::kManyTiles || some) && !late) load_kv();
   ptx::wait_for_prerequisites();  // lse and delta
-  if constexpr (kRowsAmongTiles<C, kVarlen>) {
-    if (a.bundles != 0 && some)
-      wait_count(a.prepared + tile.bundle, all_prepared<C>(a, tile.bundle));
-  }
 #pragma unroll 1
   for (int head = tile.head * heads; head < (tile.head + 1) * heads; ++head) {
 #pragma unroll 1
@@ -138,11 +118,11 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
   if constexpr (C::kManyTiles) shared.queue.blocks = iter;
 }
 
-// One warp: takes tiles one after the other, publishes them, and loads the operands of those of keys.
+// One warp: takes key tiles one after the other, publishes them, and loads their operands.
 template <class C, bool kVarlen>
 __device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const BackwardArgs& a) {
   auto& queue = shared.queue;
-  const uint32_t tiles = kVarlen ? opaque(a.key_heads) * a.k_tiles : work_items(a);
+  const uint32_t tiles = opaque(a.key_heads) * a.k_tiles;
   // The first tile is known, except in turns: there no tile may be taken before the tiles that it
   // waits for.
   const auto take = [&] {
@@ -158,8 +138,8 @@ __device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const Bac
     sleep_for(queue.tile_empty[count % 2], count / 2 + 1);
     const bool some = item < tiles;
     if (some) {
-      const KeyTile found = find_work<C, kVarlen>(a, item);
-      if (kVarlen ? found.row < 0 : found.work == Work::kNone) {
+      const KeyTile found = find_key_tile<C, kVarlen>(a, item);
+      if (kVarlen && found.row < 0) {
         item = take();
         continue;
       }
@@ -169,12 +149,7 @@ __device__ __forceinline__ void load_tiles(BackwardStorage<C>& shared, const Bac
     }
     if (threadIdx.x == 0) {
       ptx::mbarrier_arrive(ptx::shared_address(&queue.tile_full[count % 2]));
-      if (some && tile.work == Work::kKeys) {
-        load_tile<C, kVarlen>(shared, a, tile, count);
-      } else if (some) {  // K and V of no tile
-        sleep_for(queue.kv_empty, count + 1);
-        ptx::mbarrier_arrive(ptx::shared_address(&shared.kv_full));
-      }
+      if (some) load_tile<C, kVarlen>(shared, a, tile, count);
       ++*const_cast<volatile uint32_t*>(&queue.tiles);
     }
     __syncwarp();

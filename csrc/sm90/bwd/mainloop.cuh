@@ -21,7 +21,6 @@
 #include "bias_aliased.cuh"
 #include "bias_staged.cuh"
 #include "config.cuh"
-#include "rows.cuh"
 
 namespace flashsci::sm90::bwd {
 
@@ -543,23 +542,6 @@ __device__ __forceinline__ void consume_tile(BackwardStorage<C>& shared, const B
   write_gradients<Op, C, kVarlen>(shared, a, w, tile, dk, dv, iter);
 }
 
-// Consumer w works on rows, between two tiles; count: number of items before.
-template <class Op, class C>
-__device__ __forceinline__ void consume_rows(BackwardStorage<C>& shared, const BackwardArgs& a,
-                                             int w, const KeyTile& tile, uint32_t count) {
-  const auto release = [&](uint64_t& barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
-  };
-  wait_for(shared.kv_full, count);  // K and V of no tile
-  release(shared.queue.kv_empty);
-  ptx::bulk_wait_read<0>();  // dV of the previous tile has left
-  ptx::barrier_sync(kConsumer + w, 128);
-  work_on_rows<Op, C>(a, tile, w, kConsumer + w,
-                      reinterpret_cast<float*>(shared.ds[0] + w * (C::kBlockQ * 128)));
-  release(shared.queue.tile_empty[count % 2]);
-}
-
 template <class Op, class C, bool kVarlen, bool kSoftcap>
 __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
   uint32_t iter = 0;
@@ -570,12 +552,6 @@ __device__ __forceinline__ void consume(BackwardStorage<C>& shared, const Backwa
       const uint32_t slot = iter >> 30 & 1;
       wait_for(shared.queue.tile_full[slot], iter >> 31);
       if (ptx::redux_max(shared.tile[slot].row) < 0) break;
-      if constexpr (!kVarlen) {
-        if (ptx::redux_max(static_cast<int>(shared.tile[slot].work)) != 0) {
-          consume_rows<Op, C>(shared, a, w, shared.tile[slot], iter >> 30);
-          continue;
-        }
-      }
       consume_tile<Op, C, kVarlen, kSoftcap>(shared, a, w, iter);
     }
   } else {

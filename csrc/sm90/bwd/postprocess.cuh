@@ -1,5 +1,5 @@
-// dQ of query tiles from its fp32 accumulator, and the kernel that does so after the main kernel of
-// the sm90 backward.
+// The kernel after the main kernel of the sm90 backward, by tiles of query rows: dQ from its fp32
+// accumulator.
 #pragma once
 #include <cstdint>
 
@@ -9,50 +9,42 @@
 
 namespace flashsci::sm90::bwd {
 
-// By kThreads threads. In an accumulator, `quad` of four threads has 8 columns of a row, and of the
-// eighth row behind it.
-template <class Op, class C, int kThreads>
-__device__ __forceinline__ void finish_rows(const BackwardArgs& a, const QueryTile& tile,
-                                            uint32_t query_tile, uint32_t thread) {
-  const FlashsciBackwardParams& p = a.p;
-  auto* dq = static_cast<uint16_t*>(p.dq) + tile.offset(p.dq_strides);
-#pragma unroll
-  for (int w = 0; w < C::kConsumers; ++w) {
-    if (!wants_dq<C>(a, w)) continue;
-    const auto* accumulator =
-        reinterpret_cast<const float4*>(dq_of<C>(a, query_tile * C::kConsumers + w, w));
-    const uint32_t pieces = C::dq_columns(w) / 8;
-#pragma unroll 2
-    for (uint32_t i = thread; i < pieces * 32; i += kThreads) {
-      const uint32_t piece = i % pieces, quad = i / pieces;
-      const int row = (C::kSplitRows ? w * 64 : 0) + quad / 8 * 16 + quad % 8;
-      const int column = (C::kSplitRows ? 0 : w * C::kDqColumns) + piece * 8;
-      if (column >= p.head_dim) continue;
-      uint32_t first[4], second[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float4 x = accumulator[piece * 128 + quad * 4 + j];
-        first[j] = Op::pack2(x.x * p.scale, x.y * p.scale);
-        second[j] = Op::pack2(x.z * p.scale, x.w * p.scale);
-      }
-      const auto store = [&](int to, const uint32_t (&x)[4]) {
-        if (to < tile.count)
-          *reinterpret_cast<uint4*>(dq + to * p.dq_strides.row + column) =
-              make_uint4(x[0], x[1], x[2], x[3]);
-      };
-      store(row, first);
-      store(row + 8, second);
-    }
-  }
-}
-
 template <class Op, class C, bool kVarlen>
 __global__ void __launch_bounds__(kRowThreads)
     backward_postprocess_kernel(const __grid_constant__ BackwardArgs a) {
+  constexpr int kPitch = C::kBoxes * 64 + 8;  // elements: rows fall into different banks
+  __shared__ __align__(16) uint16_t rows[C::kBlockQ * kPitch];
+  const FlashsciBackwardParams& p = a.p;
   const QueryTile tile = find_query_tile<C, kVarlen>(a, blockIdx.x);
   if (tile.count <= 0) return;
   ptx::wait_for_prerequisites();
-  finish_rows<Op, C, kRowThreads>(a, tile, blockIdx.x, threadIdx.x);
+  const int w = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
+  const uint32_t part = blockIdx.x * C::kConsumers + w;
+  const auto* accumulator = reinterpret_cast<const float4*>(dq_of<C>(a, part, w));
+  float4 x[C::kDqColumns / 8] = {};
+  if (wants_dq<C>(a, w)) {
+#pragma unroll
+    for (int j = 0; j < C::kDqColumns / 8; ++j)
+      if (j * 8 < C::dq_columns(w)) x[j] = accumulator[j * 128 + thread];
+  }
+  const int row = (C::kSplitRows ? w * 64 : 0) + thread / 32 * 16 + lane / 4;
+  const int column = (C::kSplitRows ? 0 : w * C::kDqColumns) + lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < C::kDqColumns / 8; ++j) {
+    auto* pair = reinterpret_cast<uint32_t*>(rows + row * kPitch + column + j * 8);
+    pair[0] = Op::pack2(x[j].x * p.scale, x[j].y * p.scale);
+    pair[8 * kPitch / 2] = Op::pack2(x[j].z * p.scale, x[j].w * p.scale);
+  }
+  __syncthreads();
+  constexpr int kLanes = row_lanes(C::kBoxes);
+  auto* dq = static_cast<uint16_t*>(p.dq) + tile.offset(p.dq_strides);
+#pragma unroll
+  for (int i = 0; i < C::kBlockQ; i += kRowThreads / kLanes) {
+    const int r = i + threadIdx.x / kLanes, c = threadIdx.x % kLanes * 8;
+    if (r < tile.count && c < p.head_dim)
+      *reinterpret_cast<uint4*>(dq + r * p.dq_strides.row + c) =
+          *reinterpret_cast<const uint4*>(rows + r * kPitch + c);
+  }
 }
 
 }  // namespace flashsci::sm90::bwd

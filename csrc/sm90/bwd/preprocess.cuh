@@ -46,80 +46,14 @@ inline constexpr int kRowThreads = 256;
 // Threads that share a row, 16 bytes each: a power of two.
 constexpr __host__ __device__ int row_lanes(int boxes) { return boxes == 3 ? 32 : boxes * 8; }
 
-// Delta, lse and a cleared accumulator of a query tile, by kThreads threads. sums: kBlockQ floats of
-// shared memory. any(x): whether x holds in one of the threads, which meet there.
-template <class Op, class C, int kThreads, class Any>
-__device__ __forceinline__ void prepare_rows(const BackwardArgs& a, const QueryTile& tile,
-                                             uint32_t query_tile, uint32_t thread, float* sums,
-                                             const Any& any) {
-  static_assert(C::kBlockQ <= kThreads);
-  constexpr int kLanes = row_lanes(C::kBoxesV);
-  constexpr int kStep = kThreads / kLanes;
-  const FlashsciBackwardParams& p = a.p;
-  const int lane = thread % kLanes, first = thread / kLanes;
-  const uint16_t* out = static_cast<const uint16_t*>(p.out) + tile.offset(p.out_strides);
-  const uint16_t* dout = static_cast<const uint16_t*>(p.dout) + tile.offset(p.dout_strides);
-  const bool mine = lane * 8 < p.head_dim_v && p.dout != nullptr;
-  const int64_t statistics = static_cast<int64_t>(query_tile) * C::kBlockQ;
-  const uint32_t part = query_tile * C::kConsumers;
-  // One thread per row loads its lse, before out and dout are loaded.
-  const bool row_thread = thread < C::kBlockQ;
-  const bool row_exists = row_thread && static_cast<int>(thread) < tile.count;
-  const int64_t batch_head = (tile.batch0 * p.batch1 + tile.batch1) * p.heads_q + tile.head;
-  const float natural_lse =
-      row_exists ? p.lse[batch_head * p.seq_q + tile.row + thread] : -INFINITY;
-  const float dlse = row_exists && p.dlse != nullptr
-                         ? p.dlse[tile.offset(p.dlse_strides) + thread * p.dlse_strides.row]
-                         : 0.f;
-  uint4 x[C::kBlockQ / kStep], y[C::kBlockQ / kStep];
-#pragma unroll
-  for (int i = 0; i < C::kBlockQ / kStep; ++i) {
-    const int row = first + i * kStep;
-    x[i] = y[i] = make_uint4(0, 0, 0, 0);
-    if (mine && row < tile.count) {
-      x[i] = *reinterpret_cast<const uint4*>(out + row * p.out_strides.row + lane * 8);
-      y[i] = *reinterpret_cast<const uint4*>(dout + row * p.dout_strides.row + lane * 8);
-    }
-  }
-  if (a.dq_semaphores != nullptr && thread < C::kCounters)
-    a.dq_semaphores[static_cast<int64_t>(query_tile) * C::kCounters + thread] = 0;
-#pragma unroll
-  for (int w = 0; w < C::kConsumers; ++w) {
-    if (!wants_dq<C>(a, w)) continue;
-    auto* accumulator = reinterpret_cast<float4*>(dq_of<C>(a, part + w, w));
-#pragma unroll
-    for (int i = 0; i < C::dq_columns(w) * 16; i += kThreads)
-      accumulator[i + thread] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-#pragma unroll
-  for (int i = 0; i < C::kBlockQ / kStep; ++i) {
-    const uint32_t u[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, v[4] = {y[i].x, y[i].y, y[i].z, y[i].w};
-    float sum = 0.f;
-#pragma unroll
-    for (int word = 0; word < 4; ++word)
-      sum += Op::to_float(static_cast<uint16_t>(u[word])) *
-                 Op::to_float(static_cast<uint16_t>(v[word])) +
-             Op::to_float(static_cast<uint16_t>(u[word] >> 16)) *
-                 Op::to_float(static_cast<uint16_t>(v[word] >> 16));
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (lane == 0) sums[first + i * kStep] = sum;
-  }
-  // lse in powers of two; finite for rows that see no key and for rows past the last.
-  const bool sees_none = natural_lse == -INFINITY;
-  const float lse = sees_none ? 3.4e38f : lse_of_backward(natural_lse);
-  const bool large = any(!sees_none && is_large(lse));
-  if (row_thread) {
-    a.lse[statistics + thread] = thread < kFlaggedRows ? flagged(lse, large) : lse;
-    a.delta[statistics + thread] = sees_none ? 0.f : dlse - sums[thread];
-  }
-}
-
 template <class Op, class C, bool kVarlen>
 __global__ void __launch_bounds__(kRowThreads)
     backward_preprocess_kernel(const __grid_constant__ BackwardArgs a) {
   __shared__ float sums[C::kBlockQ];  // per row: out times dout
+  static_assert(C::kBlockQ <= kRowThreads);
   ptx::launch_dependents();
+  constexpr int kLanes = row_lanes(C::kBoxesV);
+  constexpr int kStep = kRowThreads / kLanes;
   const FlashsciBackwardParams& p = a.p;
   if constexpr (kVarlen) {
     if (a.dq_semaphores != nullptr && blockIdx.x == 0) {
@@ -138,8 +72,63 @@ __global__ void __launch_bounds__(kRowThreads)
   const QueryTile tile = find_query_tile<C, kVarlen>(a, blockIdx.x);
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.handed_out = a.known;
   if (tile.count <= 0) return;
-  prepare_rows<Op, C, kRowThreads>(a, tile, blockIdx.x, threadIdx.x, sums,
-                                   [](bool x) { return __syncthreads_or(x); });
+  const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
+  const uint16_t* out = static_cast<const uint16_t*>(p.out) + tile.offset(p.out_strides);
+  const uint16_t* dout = static_cast<const uint16_t*>(p.dout) + tile.offset(p.dout_strides);
+  const bool mine = lane * 8 < p.head_dim_v && p.dout != nullptr;
+  const int64_t statistics = static_cast<int64_t>(blockIdx.x) * C::kBlockQ;
+  const uint32_t part = blockIdx.x * C::kConsumers;
+  // One thread per row loads its lse, before out and dout are loaded.
+  const bool row_thread = threadIdx.x < C::kBlockQ;
+  const bool row_exists = row_thread && static_cast<int>(threadIdx.x) < tile.count;
+  const int64_t batch_head = (tile.batch0 * p.batch1 + tile.batch1) * p.heads_q + tile.head;
+  const float natural_lse =
+      row_exists ? p.lse[batch_head * p.seq_q + tile.row + threadIdx.x] : -INFINITY;
+  const float dlse = row_exists && p.dlse != nullptr
+                         ? p.dlse[tile.offset(p.dlse_strides) + threadIdx.x * p.dlse_strides.row]
+                         : 0.f;
+  uint4 x[C::kBlockQ / kStep], y[C::kBlockQ / kStep];
+#pragma unroll
+  for (int i = 0; i < C::kBlockQ / kStep; ++i) {
+    const int row = first + i * kStep;
+    x[i] = y[i] = make_uint4(0, 0, 0, 0);
+    if (mine && row < tile.count) {
+      x[i] = *reinterpret_cast<const uint4*>(out + row * p.out_strides.row + lane * 8);
+      y[i] = *reinterpret_cast<const uint4*>(dout + row * p.dout_strides.row + lane * 8);
+    }
+  }
+  if (a.dq_semaphores != nullptr && threadIdx.x < C::kCounters)
+    a.dq_semaphores[static_cast<int64_t>(blockIdx.x) * C::kCounters + threadIdx.x] = 0;
+#pragma unroll
+  for (int w = 0; w < C::kConsumers; ++w) {
+    if (!wants_dq<C>(a, w)) continue;
+    auto* accumulator = reinterpret_cast<float4*>(dq_of<C>(a, part + w, w));
+#pragma unroll
+    for (int i = 0; i < C::dq_columns(w) * 16; i += kRowThreads)
+      accumulator[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+#pragma unroll
+  for (int i = 0; i < C::kBlockQ / kStep; ++i) {
+    const uint32_t u[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, v[4] = {y[i].x, y[i].y, y[i].z, y[i].w};
+    float sum = 0.f;
+#pragma unroll
+    for (int word = 0; word < 4; ++word)
+      sum += Op::to_float(static_cast<uint16_t>(u[word])) *
+                 Op::to_float(static_cast<uint16_t>(v[word])) +
+             Op::to_float(static_cast<uint16_t>(u[word] >> 16)) *
+                 Op::to_float(static_cast<uint16_t>(v[word] >> 16));
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (lane == 0) sums[first + i * kStep] = sum;
+  }
+  // lse in powers of two; finite for rows that see no key and for rows past the last.
+  const bool sees_none = natural_lse == -INFINITY;
+  const float lse = sees_none ? 3.4e38f : lse_of_backward(natural_lse);
+  const bool large = __syncthreads_or(!sees_none && is_large(lse));
+  if (row_thread) {
+    a.lse[statistics + threadIdx.x] = threadIdx.x < kFlaggedRows ? flagged(lse, large) : lse;
+    a.delta[statistics + threadIdx.x] = sees_none ? 0.f : dlse - sums[threadIdx.x];
+  }
 }
 
 }  // namespace flashsci::sm90::bwd

@@ -48,15 +48,6 @@ __device__ __forceinline__ void add_dq_of_tile(BackwardStorage<C>& shared, const
   }
 }
 
-// This consumer's dQ of a tile has been added, to all who see the count.
-template <class C, bool kVarlen>
-__device__ __forceinline__ void count_added(const BackwardArgs& a, const KeyTile& tile) {
-  if (!kRowsAmongTiles<C, kVarlen> || a.bundles == 0) return;
-  ptx::bulk_wait<0>();
-  ptx::fence_proxy_async_global();
-  ptx::add_release(a.added + tile.bundle, 1);
-}
-
 template <class C, bool kVarlen>
 __device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const BackwardArgs& a, int w) {
   ptx::wait_for_prerequisites();  // may still clear the accumulator
@@ -68,15 +59,11 @@ __device__ __forceinline__ void add_dq(BackwardStorage<C>& shared, const Backwar
       sleep_for(shared.queue.tile_full[count % 2], count / 2);
       const KeyTile& tile = shared.tile[count % 2];
       if (tile.row < 0) break;
-      if (tile.work == Work::kKeys) {
-        add_dq_of_tile<C>(shared, a, tile, w, in_turns, iter);
-        count_added<C, kVarlen>(a, tile);
-      }
+      add_dq_of_tile<C>(shared, a, tile, w, in_turns, iter);
       ptx::mbarrier_arrive(ptx::shared_address(&shared.queue.tile_empty[count % 2]));
     }
   } else {
     add_dq_of_tile<C>(shared, a, shared.tile[0], w, in_turns, iter);
-    count_added<C, kVarlen>(a, shared.tile[0]);
   }
   ptx::bulk_wait<0>();
 }

@@ -4,11 +4,9 @@
 //
 // Shared  A stage: for each consumer the bias [64 rows][keys of a block] (fp32: 32 keys after the
 //         other), then for each the mask [64 rows][keys], swizzled by the bytes of a row:
-//         BiasMaskPlan. A bias in windows: [64 rows][window_bytes], not swizzled, each row with its
-//         keys at the places in 16 bytes that they have in memory.
-// Limits  Neighbouring keys are neighbours in memory, all other strides (0 too) are multiples of 16
-//         bytes, as TMA wants; up to D 128 a bias may have any other strides, in windows.
-//         Other calls are left to sm80 (core/bias_mask.cuh).
+//         BiasMaskPlan.
+// Limits  Those of TMA: neighbouring keys are neighbours in memory, all other strides (0 too) are
+//         multiples of 16 bytes. Other calls are left to sm80 (core/bias_mask.cuh).
 #pragma once
 #include <cstdint>
 
@@ -30,31 +28,10 @@ __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
 // e of a lane is row 16 warp + lane / 4 + 8 ((e >> 1) & 1) and key 8 (e >> 2) + 2 (lane % 4) + (e &
 // 1).
 
-// Where a lane's first two keys are in the windows of its consumer: the byte of the word that holds
-// the first of them, a multiple of 4, plus 1 if that is the upper half of the word. Tiles begin at
-// multiples of eight rows, and rows eight apart begin at the same place in 16 bytes.
-template <class C>
-__device__ __forceinline__ uint32_t place_in_windows(const ForwardArgs& a, const TileInfo& tile) {
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  const int row = a.bias_mask.bias_rows == 1 ? 0 : warp_row + lane / 4;
-  const uint32_t before = bias_row(a, tile, lane / 4) % 16;
-  return row * a.bias_mask.window + lane % 4 * (2 * a.bias_mask.element) + before / 4 * 4 +
-         before / 2 % 2;
-}
-
-// s = inner s + bias; inner s is in units of the natural exponent. place: place_in_windows.
-template <class C, int kCount>
+// s = inner s + bias; inner s is in units of the natural exponent.
+template <int kKeys, int kCount>
 __device__ __forceinline__ void add_fp32(float (&s)[kCount], const BiasMaskPlan& plan, float inner,
-                                         uint32_t bias, uint32_t place) {
-  if (C::kHasWindows && plan.window > 0) {
-    const int below = plan.bias_rows == 1 ? 0 : 8 * window_bytes<C>(true);
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      const uint32_t address = bias + place + e / 4 * 32 + e / 2 % 2 * below + e % 2 * 4;
-      s[e] = fmaf(s[e], inner, __uint_as_float(ptx::ld_shared(address)));
-    }
-    return;
-  }
+                                         uint32_t bias) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const int row = plan.bias_rows == 1 ? 0 : warp_row + lane / 4;  // row + 8 has the same swizzle
   const int below = plan.bias_rows == 1 ? 0 : 1024;
@@ -73,26 +50,16 @@ __device__ __forceinline__ void add_fp32(float (&s)[kCount], const BiasMaskPlan&
   }
 }
 
-// A bias of 16 bits, in the order of the scores, two in a word. place: place_in_windows.
-template <class C, int kWords>
+// A bias of 16 bits, in the order of the scores, two in a word.
+template <int kKeys, int kWords>
 __device__ __forceinline__ void fetch_16_bit(uint32_t (&words)[kWords], const BiasMaskPlan& plan,
-                                             uint32_t bias, uint32_t place) {
+                                             uint32_t bias) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  if (C::kHasWindows && plan.window > 0) {
-    const uint32_t first = bias + (place & ~1u), halves = place & 1 ? 0x5432 : 0x3210;
-    const int below = plan.bias_rows == 1 ? 0 : 8 * window_bytes<C>(false);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const uint32_t address = first + i % 2 * below + i / 2 * 16;
-      words[i] = __byte_perm(ptx::ld_shared(address), ptx::ld_shared(address + 4), halves);
-    }
-    return;
-  }
   const int row = plan.bias_rows == 1 ? 0 : warp_row + lane % 16;
 #pragma unroll
   for (int n = 0; n < kWords / 2; n += 2) {  // 16 keys
     uint32_t four[4];                        // keys 0 .. 7 of rows g and g + 8, keys 8 .. 15
-    ptx::ldmatrix_x4(four, bias + swizzled<C::kBlockK * 2>(row, n + lane / 16));
+    ptx::ldmatrix_x4(four, bias + swizzled<kKeys * 2>(row, n + lane / 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[n * 2 + i] = four[i];
   }

@@ -21,9 +21,6 @@ struct Tiling {
   static constexpr int kBlockK = kBlockK_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr bool kHasBiasMask = kHasBiasMask_;       // with bias or mask
   static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // limited by the shared memory of an SM
-  // Whether it takes a bias in windows (load_bias_mask.cuh): with one stage of Q no warp is free,
-  // and four consumers leave the producers too few registers.
-  static constexpr bool kHasWindows = kHasBiasMask && kQStages > 1 && kConsumers < 4;
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kStaging =
@@ -70,15 +67,6 @@ constexpr __host__ __device__ int bias_box_keys(int is_fp32) {
   return is_fp32 ? 32 : C::kBlockK;
 }
 
-// Threads that load windows of a bias, and bytes from one window to the next, the most that one
-// holds: an odd number of 16 bytes, so that eight rows begin in different banks.
-inline constexpr int kWindowLoaders = 64;
-template <class C>
-constexpr __host__ __device__ int window_bytes(int is_fp32) {
-  static_assert(C::kBlockK % 16 == 0);
-  return C::kBlockK * (is_fp32 ? 4 : 2) + 16;
-}
-
 // Largest number of stages of bias and mask.
 inline constexpr int kBiasMaskStages = 8;
 
@@ -111,10 +99,7 @@ struct BiasMaskPlan {
   int bias_step, mask_step;  // from one consumer to the next; 0 if all rows are the same
   int box_step;              // from 32 keys of an fp32 bias to the next 32
   int mask;                  // first byte of the mask
-  int loaded;                // bytes of the boxes that arrive per stage
-  int window;                // bytes from one window of the bias to the next; 0: it has none
-  int element;               // bytes of a number of the bias
-  int64_t next_row;          // bytes from a loader's row of the bias to its next one
+  int loaded;                // bytes that arrive per stage
 };
 
 // A role's position in the ring of bias and mask.
@@ -155,14 +140,6 @@ __device__ __forceinline__ int64_t offset_of(const FlashsciStrides& strides, con
                                              int head, int row) {
   return tile.batch0 * strides.batch0 + tile.batch1 * strides.batch1 + head * strides.head +
          row * strides.row;
-}
-
-// The address of the first key of a row of the bias.
-__device__ __forceinline__ uintptr_t bias_row(const ForwardArgs& a, const TileInfo& tile, int row) {
-  const FlashsciScoreStrides& strides = a.p.bias_mask.bias_strides;
-  const int64_t place = tile.batch0 * strides.batch0 + tile.batch1 * strides.batch1 +
-                        tile.head * strides.head + row * strides.row;
-  return reinterpret_cast<uintptr_t>(a.p.bias_mask.bias) + place * a.bias_mask.element;
 }
 
 __device__ __forceinline__ Window window_of(const FlashsciForwardParams& p, int seq_q, int seq_k) {

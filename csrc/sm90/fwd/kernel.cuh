@@ -4,9 +4,9 @@
 //           lse_i = m_i + log l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), over the
 //           keys the window shows.
 // Roles     Persistent CTAs, one per SM, walk a list of query tiles (scheduler.cuh). Warpgroup 0
-//           loads (load.cuh): its warp 1 plans the tiles and loads Q, warp 0 K and V, warp 2 or
-//           warps 2 and 3 bias and mask (load_bias_mask.cuh). Warpgroups 1 .. kConsumers own 64
-//           query rows each, from S to the stores (mainloop.cuh).
+//           loads (load.cuh): its warp 1 plans the tiles and loads Q, warp 0 K and V, warp 2
+//           bias and mask (load_bias_mask.cuh). Warpgroups 1 .. kConsumers own 64 query rows each,
+//           from S to the stores (mainloop.cuh).
 // Shared    Q [stage][consumer][64 columns][64 rows], K and V [stage][64 columns][kBlockK rows] in
 //           128-byte swizzled boxes, output staging of every warp, barriers, published tiles:
 //           `SharedStorage` (config.cuh).
@@ -46,8 +46,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     for (int i = 0; i < C::kQStages * C::kConsumers; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.q_full[0][0] + i), 1);
       // Producers take part in the first, since they read the record that is published with Q.
-      int readers = C::kQStages > 1 && i % C::kConsumers == 0 ? 1 + C::kHasBiasMask : 0;
-      if (C::kHasWindows && readers > 0 && a.bias_mask.window > 0) ++readers;
+      const int readers = C::kQStages > 1 && i % C::kConsumers == 0 ? 1 + C::kHasBiasMask : 0;
       ptx::mbarrier_init(ptx::shared_address(&shared.q_empty[0][0] + i), 4 + readers);
     }
     for (int i = 0; i < kTileSlots; ++i)
@@ -60,8 +59,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     if constexpr (C::kHasBiasMask) {
       for (int stage = 0; stage < kBiasMaskStages; ++stage) {
-        ptx::mbarrier_init(ptx::shared_address(&shared.bias_mask_full[stage]),
-                           C::kHasWindows && a.bias_mask.window > 0 ? kWindowLoaders : 1);
+        ptx::mbarrier_init(ptx::shared_address(&shared.bias_mask_full[stage]), 1);
         ptx::mbarrier_init(ptx::shared_address(&shared.bias_mask_empty[stage]), 4 * C::kConsumers);
       }
     }
@@ -77,13 +75,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
       if (warp == 1) schedule_tiles<C, kVarlen>(shared, a);
       if (warp == 0 && ptx::elect()) load_kv<C, kVarlen>(shared, a);
-      if constexpr (C::kHasBiasMask) {
-        if (C::kHasWindows && a.bias_mask.window > 0) {
-          if (warp >= 2) stream_windows<C>(shared, a);
-        } else if (warp == 2 && ptx::elect()) {
-          stream_bias_mask<C>(shared, a);
-        }
-      }
+      if constexpr (C::kHasBiasMask)
+        if (warp == 2 && ptx::elect()) stream_bias_mask<C>(shared, a);
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();

@@ -17,17 +17,6 @@
 
 namespace flashsci::sm90::fwd {
 
-// Whether a call has a bias of neighbouring keys that TMA refuses: it, or a row of it, begins at no
-// multiple of 16 bytes.
-inline bool wants_windows(const FlashsciForwardParams& p) {
-  const FlashsciScoreStrides& s = p.bias_mask.bias_strides;
-  const int each = p.bias_mask.bias_is_fp32 ? 4 : 8;
-  const auto whole = [=](int64_t size, int64_t stride) { return size <= 1 || stride % each == 0; };
-  return p.bias_mask.bias != nullptr && s.column == 1 &&
-         !(reinterpret_cast<uintptr_t>(p.bias_mask.bias) % 16 == 0 && whole(p.seq_q, s.row) &&
-           whole(p.heads_q, s.head) && whole(p.batch1, s.batch1) && whole(p.batch0, s.batch0));
-}
-
 template <class Op, class C, bool kWindowed, bool kPlainScores, bool kVarlen>
 cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(SharedStorage<C>) + 1024;  // the base is aligned by hand
@@ -82,24 +71,12 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
                             : cudaErrorNotSupported;
     };
     const bool fp32 = p.bias_mask.bias_is_fp32;
-    plan.element = fp32 ? 4 : 2;
-    if (wants_windows(p)) {
-      plan.window = window_bytes<C>(fp32);
-      plan.next_row = p.bias_mask.bias_strides.row * plan.element * kWindowLoaders;
-      if (!C::kHasWindows) error = cudaErrorNotSupported;
-      plan.bias_rows = p.bias_mask.bias_strides.row == 0 ? 1 : 64;
-      plan.bias_step = plan.bias_rows == 1 ? 0 : 64 * plan.window;
-      plan.stage_bytes = std::max(1024, C::kConsumers * plan.bias_step);
-    } else {
-      encode_bias_mask(&a.bias, p.bias_mask.bias, fp32 ? kFloat32 : k16Bit,
-                       p.bias_mask.bias_strides, bias_box_keys<C>(fp32), &plan.bias_rows,
-                       &plan.bias_step);
-    }
+    encode_bias_mask(&a.bias, p.bias_mask.bias, fp32 ? kFloat32 : k16Bit, p.bias_mask.bias_strides,
+                     bias_box_keys<C>(fp32), &plan.bias_rows, &plan.bias_step);
     plan.mask = plan.stage_bytes;
     encode_bias_mask(&a.mask, p.bias_mask.mask, kByte, p.bias_mask.mask_strides, C::kBlockK,
                      &plan.mask_rows, &plan.mask_step);
     plan.stages = std::min(kBiasMaskStages, C::kBiasMaskBytes / std::max(plan.stage_bytes, 1));
-    if (plan.stages < 2) return cudaErrorNotSupported;  // windows in fp32 beside a mask of pairs
   }
   if (error != cudaSuccess) return error;
 
@@ -188,7 +165,7 @@ cudaError_t launch_bias_mask(ForwardArgs& a, cudaStream_t stream) {
   if (a.p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
   if constexpr (kHeadDim == 32) {
     using Wide = Tiles<32>::WideWithBias;
-    if (!a.p.bias_mask.bias_is_fp32 && !wants_windows(a.p) && suits_wide_tiles<C, Wide>(a.p))
+    if (!a.p.bias_mask.bias_is_fp32 && suits_wide_tiles<C, Wide>(a.p))
       return launch_tiling<Op, Wide, true, false, false>(a, stream);
   }
   return launch_tiling<Op, C, true, false, false>(a, stream);

@@ -405,7 +405,6 @@ def test_barriers_expect_the_sizes_of_what_is_loaded():
     sizes = r"sizeof\(shared\.\w+(\[0\])*\)"
     asserted = (  # where what is loaded is known at run time: beside static_asserts of its boxes
         "plan.loaded",
-        "own_bytes",  # the sum of a thread's copies
         "kBytes + bytes",
         "part_bytes",
         "copies * box_rows * C::kPitch",

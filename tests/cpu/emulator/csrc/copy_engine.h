@@ -13,29 +13,14 @@ namespace emulation {
 
 // --- shared memory and its barriers
 
-inline Block& owner(uint32_t address) { return machine->blocks.at(address / kWindow); }
-inline unsigned char* of_block(const Block& whose, uint32_t address, int bytes, int alignment) {
+inline unsigned char* at(uint32_t address, int bytes, int alignment) {
   check(address % alignment == 0, "a misaligned address of shared memory");
-  const int64_t offset = int64_t{address} - whose.window - kBase;
-  check(offset >= 0 && offset + bytes <= whose.shared_bytes, "beyond shared memory");
+  check(address >= kBase && address + bytes <= kBase + block->shared_bytes, "beyond shared memory");
   return address_space + address;
 }
-// Of the block's own shared memory.
-inline unsigned char* at(uint32_t address, int bytes, int alignment) {
-  return of_block(*block, address, bytes, alignment);
-}
-// Of the shared memory of any block, which must not have ended.
-inline unsigned char* there(uint32_t address, int bytes, int alignment) {
-  const Block& whose = owner(address);
-  bool runs = false;
-  for (const Warp& it : whose.warps) runs |= it.running > 0;
-  check(runs, "shared memory of a block that has ended");
-  return of_block(whose, address, bytes, alignment);
-}
 inline Barrier& barrier_at(uint32_t address) {
-  Block& whose = owner(address);
-  const auto found = whose.barriers.find(address);
-  if (found == whose.barriers.end()) fail("no barrier there");
+  const auto found = block->barriers.find(address);
+  if (found == block->barriers.end()) fail("no barrier there");
   return found->second;
 }
 // Some arrivals, and some bytes more to come (or, when a copy has brought them, fewer).
@@ -47,7 +32,7 @@ inline void arrive(uint32_t address, int arrivals, int64_t bytes) {
   if (barrier.pending > 0 || barrier.bytes != 0) return;
   barrier.pending = barrier.count;
   barrier.phase ^= 1;
-  machine->progress = true;
+  block->progress = true;
 }
 
 // --- tensor maps
@@ -135,7 +120,7 @@ struct Box {
 // Into shared memory; a barrier hears of it.
 inline void load_later(uint32_t barrier, Work load) {
   barrier_at(barrier);
-  machine->copies.push_back(std::move(load));
+  block->copies.push_back(std::move(load));
 }
 inline void load_later(uint32_t barrier, uint32_t bytes, Work load) {
   load_later(barrier, [=, load = std::move(load)] {
@@ -147,7 +132,7 @@ inline void load_later(uint32_t barrier, uint32_t bytes, Work load) {
 inline void store_later(Work store) {
   if (thread->stores == nullptr) thread->stores = std::make_shared<int>(0);
   ++*thread->stores;
-  machine->copies.push_back([group = thread->stores, store = std::move(store)] {
+  block->copies.push_back([group = thread->stores, store = std::move(store)] {
     store();
     --*group;
   });
@@ -169,10 +154,6 @@ inline void mbarrier_init(uint32_t barrier, uint32_t count) {
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint32_t barrier, uint32_t count = 1) {
   arrive(barrier, static_cast<int>(count), 0);
-}
-inline void mbarrier_arrive_there(uint32_t mapped) {
-  there(mapped, 8, 8);
-  arrive(mapped, 1, 0);
 }
 inline void mbarrier_arrive_after(uint32_t barrier, uint32_t) { mbarrier_arrive(barrier); }
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) { arrive(barrier, 1, bytes); }
@@ -222,13 +203,6 @@ inline void bulk_add_f32(void* target, uint32_t source, uint32_t bytes) {
   store_later([=] {
     const auto* from = reinterpret_cast<const float*>(address_space + source);
     for (uint32_t i = 0; i < bytes / 4; ++i) static_cast<float*>(target)[i] += from[i];
-  });
-}
-inline void bulk_send(uint32_t mapped, uint32_t source, uint32_t bytes, uint32_t barrier) {
-  at(source, bytes, 16);
-  check(owner(mapped).window == owner(barrier).window, "a barrier of another block than the bytes");
-  load_later(barrier, bytes, [=] {
-    std::memcpy(there(mapped, bytes, 16), there(source, bytes, 16), bytes);
   });
 }
 inline void bulk_commit() { thread->store_groups.push_back(std::move(thread->stores)); }

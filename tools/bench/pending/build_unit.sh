@@ -1,1 +1,0 @@
-cd $1; nvcc -shared -std=c++17 -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden,-Os -gencode arch=compute_90a,code=sm_90a --compress-mode=size csrc/sm90/bwd/bf16.cu -o /work/wt/units/$2.so 2>/work/wt/units/$2.log
