@@ -30,6 +30,17 @@ __device__ __forceinline__ void bulk_add_f32(void* global, uint32_t shared, uint
       : "memory");
 }
 
+// Into the shared memory of another CTA of the cluster, whose mbarrier hears of the bytes: `mapped` and
+// `barrier` are addresses there, by map_shared.
+__device__ __forceinline__ void bulk_send(uint32_t mapped, uint32_t shared, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];\n" ::"r"(mapped),
+      "r"(shared), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Stores of this thread since the last one become a group.
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");

@@ -50,6 +50,11 @@ __device__ __forceinline__ uint32_t map_shared(uint32_t shared, uint32_t rank) {
   return mapped;
 }
 
+// An arrival at an mbarrier of another CTA, by map_shared.
+__device__ __forceinline__ void mbarrier_arrive_there(uint32_t mapped) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(mapped) : "memory");
+}
+
 __device__ __forceinline__ float4 ld_cluster_f4(uint32_t mapped) {
   float4 x;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"

@@ -117,16 +117,18 @@ class Problem:
 
     @property
     def few_scores(self) -> bool:
-        """Whether a dense call has up to 1,024 keys, and the scores of one key head are up to 2^24, or half as many numbers as the
-        rows of q, k, v and out.
+        """Whether the scores of one key head of a dense call are up to 2^24, or half as many numbers as the rows of q, k, v and out;
+        and there are up to 1,024 keys, or up to 8,192 if a query head has up to 2^20 scores.
 
-        Triton's kernels for wide heads require this, because they hold scores in memory. False where sizes are not known.
+        Triton's kernels for wide heads require this, because they hold scores in memory, and whole rows of them in registers. False
+        where sizes are not known.
         """
-        if self.varlen or self.seq_q is None or self.seq_k is None or self.seq_k > 1024:
+        if self.varlen or self.seq_q is None or self.seq_k is None:
             return False
         width, group = self.head_dim + self.head_dim_v, self.heads_q // max(1, self.heads_k)
-        few = 2 * self.seq_q * self.seq_k <= (self.seq_q + self.seq_k) * width
-        return few or group * self.seq_q * self.seq_k <= 1 << 24
+        pairs = self.seq_q * self.seq_k
+        few = 2 * pairs <= (self.seq_q + self.seq_k) * width or group * pairs <= 1 << 24
+        return few and (self.seq_k <= 1024 or (self.seq_k <= 8192 and pairs <= 1 << 20))
 
     def visible_pairs(self) -> int:
         """Query-key pairs of one head that causal and window leave, summed over the batch (dense calls)."""

@@ -1,7 +1,8 @@
 """Copies of a bias or mask whose rows do not begin at multiples of 16 bytes, as those of 1023 keys.
 
-Kernels read such rows number by number, which takes 5 to 10 times as long. A copy reads and writes each number once
-more, and both passes use it; its rows are apart by whole 16 bytes.
+Most kernels read such rows number by number, which takes 5 to 10 times as long. A copy reads and writes each number once
+more, and both passes use it; its rows are apart by whole 16 bytes. Without gradients Hopper's forward reads a bias as it
+is (csrc/sm90/fwd/load_bias_mask.cuh).
 """
 
 from __future__ import annotations

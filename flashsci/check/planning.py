@@ -46,9 +46,10 @@ PlannedCases = tuple[
 # Head dims whose rows are 32, 64 and 128 bytes.
 WHOLE = {"float16": (16, 32, 64), "bfloat16": (16, 32, 64), "float32": (16, 32)}
 # Heads wider than those of `variants`; in fp32 their scores are held in memory if they are few.
-WIDE = ((320, 64), (129, 128), (512, 512), (257, 40), (264, 320))
-MANY_KEYS = (1025, 1288)  # more than the rows of scores that one program holds
-OF_MANY_KEYS = (6, 8)  # the families of wide heads that have them
+WIDE = ((320, 64), (129, 131), (512, 512), (257, 40), (264, 320))
+MANY_KEYS = (1025, 1288)  # with as many queries, too many scores to hold
+FEW_QUERIES = (3, 40)  # with so many keys, scores that are held
+OF_MANY_KEYS, OF_FEW_QUERIES = (6, 8), 7  # the families of wide heads that have them
 DTYPE_OF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -207,10 +208,14 @@ def wide_cases(count: int, seed: int, device: str) -> list[Case]:
     if device != "cuda":
         return list(generate(seed, count, pool, lengths=SMALL_LENGTHS, score_limit=1 << 9))
     long = LARGE_LENGTHS[:2]
-    families = [
-        draw_case(choices, [v], MANY_KEYS if i in OF_MANY_KEYS else (*BULK_LENGTHS, 40, *long))
-        for i, v in enumerate(pool)
-    ]
+    families = []
+    for i, v in enumerate(pool):
+        few = i == OF_FEW_QUERIES
+        usual = MANY_KEYS if i in OF_MANY_KEYS else (*BULK_LENGTHS, 40, *long)
+        case = draw_case(choices, [v], FEW_QUERIES + MANY_KEYS if few else usual)
+        while few and not (case.seq_q in FEW_QUERIES and case.seq_k in MANY_KEYS):
+            case = draw_case(choices, [v], FEW_QUERIES + MANY_KEYS)
+        families.append(case)
     return [resized(choices, families[i % len(families)], 1 << 18) for i in range(count)]
 
 

@@ -345,6 +345,12 @@ SPILLS = {
     ("sm90/fp8_e4m3", "128", "packed"): 24,
     ("sm90/fp8_e4m3", "256", "fast dense"): 80,  # of the warps that load and transpose, which have 24 registers
     ("sm90/fp8_e4m3", "256", "fast packed"): 40,
+    **{  # once a tile, of the warp that loads
+        (f"sm90/bwd_{dtype}", dim, variant): 8
+        for dtype in ("bf16", "fp16")
+        for dim in ("192", "256")
+        for variant in ("dense", "softcap", "v 128", "v 128 softcap")
+    },
     ("sm90/pair_fp32", "32", "backward"): 120,
     ("sm90/pair_bf16", "32", "backward"): 64,
     ("sm90/pair_fp16", "32", "backward"): 64,

@@ -11,7 +11,11 @@ from tools.kernels.loads_in_flight import InFlight, in_flight, kernels, search
 HARMLESS = {
     "sm903fwd14forward_kernel": (8, "K and Q are free, which wgmma has read, while words of a bias are on their way"),
     "sm9012triangle_fwd": (1, "a bias that is not read is free, while q is on its way"),
-    "D256BackwardTiling": (1, "consumers meet, while the sizes of their only tile are on their way"),
+    "14BackwardTiling": (
+        2,
+        "the record of a tile, which the loading warp alone writes, is on its way while that warp expects operands",
+    ),
+    "D256BackwardTiling": (3, "the same; and dS of a block is free, which wgmma has read, while delta is on its way"),
     "paged12paged_kernel": (5, "without a fence.proxy.async"),
     "sm904pair4half": (2, "its fences come after the loads of a block"),
     "sm903fp8": (

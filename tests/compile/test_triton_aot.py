@@ -69,6 +69,8 @@ def calls(architecture):
     wide = {"bias": (2, 2, 40, 36), "weight": (1, 2, 36), "softcap": 9.0, "dropout_p": 0.1}
     yield "wide", "float32", (320, 64), wide | {"seq": (40, 36), "heads_k": 2}
     yield "wide, unaligned rows", "float32", (129, 131), {"seq": (100, 90), "mask": (2, 1, 1, 90)}
+    wide = {"bias": (1, 2, 3, 8192), "softcap": 9.0, "dropout_p": 0.1}
+    yield "wide, long rows", "float32", (160, 160), wide | {"seq": (3, 8192)}
     for dtype, dims in (("float16", (64, 64)), ("float16", (128, 128)), ("float32", (32, 32))):
         band = {"seq": (200, 333), "mask": (2, 1, 200, 333), "tiles": True}
         yield f"tiles of a mask, {dtype}, {dims[0]}", dtype, dims, band | {"bias": (1, 2, 200, 333), "window_right": 0}

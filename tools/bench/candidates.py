@@ -27,6 +27,11 @@ BASELINES = (
 BASE = "@base"  # ends the names of the backends of another revision
 
 
+def is_ours(name: str) -> bool:
+    """Whether the candidate is a backend of flashsci; tools/kernels/launchers.py adds builds of single kernels to them."""
+    return name in OURS or name in backends.BACKENDS
+
+
 def names_of(chosen: Iterable[str], device: torch.device, base: bool = False) -> list[str]:
     """Candidates by name, with the groups "ours", "baselines" and "choices"; without names the first two, as
     the device has them. `base` adds ours of the other revision, next to their namesakes."""
@@ -46,9 +51,9 @@ def names_of(chosen: Iterable[str], device: torch.device, base: bool = False) ->
     for name in chosen or ("ours", "baselines"):
         for member in groups.get(name, [name]):
             names[member] = None
-            if base and member in OURS:
+            if base and is_ours(member):
                 names[member + BASE] = None
-    unknown = [n for n in names if n.removesuffix(BASE) not in (*OURS, *BASELINES)]
+    unknown = [n for n in names if not is_ours(n.removesuffix(BASE)) and n not in BASELINES]
     if unknown:
         known = ", ".join((*groups, *OURS, *BASELINES))
         raise BenchError(f"no candidate named {unknown[0]!r}; there are {known}")
@@ -65,7 +70,7 @@ def package_of(name: str) -> tuple[Any, str]:
 def candidate(name: str, inputs: Inputs) -> Callable[[], Tensor]:
     """The forward of `name` on these inputs, as a function without arguments."""
     package, backend = package_of(name)
-    if backend in OURS:
+    if is_ours(backend):
         try:
             return _ours(package, backend, inputs)
         except (ValueError, TypeError) as error:

@@ -292,6 +292,26 @@ def _wide() -> Iterable[Case]:
     yield replace(base, id="wide-d129-packed-130", **one)
 
 
+def _wide_long() -> Iterable[Case]:
+    """fp32 heads wider than 128: few queries of thousands of keys."""
+    for b, h, d, sq, sk in (
+        (1, 8, 160, 3, 2048),
+        (4, 16, 160, 3, 4096),
+        (1, 8, 160, 95, 2048),
+        (4, 16, 160, 95, 4096),
+        (2, 8, 160, 1, 8192),
+        (1, 8, 160, 256, 4096),
+        (4, 16, 136, 17, 2048),
+        (2, 8, 136, 40, 1500),
+        (1, 8, 129, 17, 2047),
+        (1, 8, 256, 3, 4096),
+        (4, 16, 256, 17, 2048),
+        (1, 8, 256, 95, 8000),
+    ):
+        shape = {"B": b, "H": h, "D": d, "Dv": d, "Sq": sq, "Sk": sk}
+        yield Case(f"wide-d{d}-{b}x{h}-{sq}of{sk}", "wide-long", "fp32", layout=HEADS_INSIDE, **shape)
+
+
 def _decode() -> list[Case]:
     return [
         Case(f"decode-b{b}-s{s}", "decode", B=b, H=32, Hk=8, Sq=1, Sk=s, D=128, order=0)
@@ -405,6 +425,7 @@ CASES: dict[str, Case] = {
         *_order2(),
         *_short(),
         *_wide(),
+        *_wide_long(),
         *_decode(),
         *_calls(),
         SMALL_CALL,

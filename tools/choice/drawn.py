@@ -64,9 +64,9 @@ class Regret:
 
 
 def read(paths: Iterable[Path]) -> list[Measured]:
-    """The calls of files of records that have a time."""
-    records = (record for path in paths for record in report.read(path))
-    return [found for record in records if (found := measured(record)) is not None]
+    """The calls of files of records that have a time; the last record of a call counts, as kernels may have changed since the first."""
+    last = {str(DrawnCall.of(record["call"])): record for path in paths for record in report.read(path)}
+    return [found for record in last.values() if (found := measured(record)) is not None]
 
 
 def measured(record: dict[str, Any]) -> Measured | None:

@@ -32,7 +32,7 @@ from tools.choice.samples import Sample, of_benchmarks, of_drawn, of_host, sourc
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = [
     ROOT / "reports" / "bench" / "h200" / f"{name}.json"
-    for name in ("auto", "calls", "dense", "dense-fp16", "headline", "decode", "triangle")
+    for name in ("auto", "calls", "dense", "dense-fp16", "headline", "decode", "triangle", "fit/wide-long")
 ]
 #: Drawn calls of which constants are learnt. `drawn-early` was drawn by other weights; no other seed takes part.
 DRAWN = [ROOT / "reports" / "bench" / "h200" / f"drawn-{name}.jsonl" for name in ("early", "1", "2", "3", "4", "5")]

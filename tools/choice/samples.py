@@ -20,7 +20,7 @@ from tools.choice.regret import BACKENDS, CAPABILITIES, problem_of
 
 PASSES = ("forward", "backward")
 #: Drawn calls whose records time tiles of Triton that have given way to products of whole heads.
-REPLACED = ("2/22",)
+REPLACED = ("2/22", "6/42", "6/43")
 #: A GPU that works for less than this share of a call's time waits for the host.
 HOST_BOUND = 0.4
 #: The names of a backend in records, the best first: `cuda` may have been another backend's gradients.
@@ -48,7 +48,7 @@ class Sample:
 def sample_of(p: Problem, backend: str, backward: bool, time: float, device: Device, **about: Any) -> Sample | None:
     """The sample of a pass; None if no family serves it."""
     family = family_of(p, backend, backward)
-    if family is None or (family.name == "triton/wide" and about["id"] in REPLACED):
+    if family is None or (family.name.startswith("triton/wide") and about["id"] in REPLACED):
         return None
     work = work_of(p, backend, family, backward, device)
     groups = {"D": str(max(p.head_dim, p.head_dim_v)), "suite": about["suite"], "case": about["id"]}

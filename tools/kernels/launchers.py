@@ -16,12 +16,13 @@ from __future__ import annotations
 import ctypes as c
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flashsci import errors
+from flashsci.call import kinds
 from flashsci.call.ops import (
     NEED_BIAS,
     NEED_K,
@@ -136,6 +137,7 @@ class Build:
     """One shared object: prepared launches (q [B.., H, S, D], or packed [H, T, D] with `cu`), and a backend module (flashsci/backends)."""
 
     FUSED = True
+    READS: ClassVar = {kinds.ATTENTION: frozenset(("q", "k", "v", "bias", "mask", "cu_seqlens_q", "cu_seqlens_k"))}
 
     def __init__(self, given: str):
         self.name, _, path = given.partition("=")

@@ -32,6 +32,7 @@ struct BackwardTiling {
   static constexpr bool kBiasStaged = kBiasMaskTiles == BiasMaskTiles::kStaged,
                         kManyTiles = kManyTiles_;
   static constexpr int kConsumers = 2, kBlockK = 64 * kConsumers, kStages = 2;
+  static constexpr int kCtas = 1, kKeys = kBlockK;  // of a cluster; of a CTA
   static constexpr int kDoutStages = kStages, kCounters = kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kBoxes = (kHeadDim + 63) / 64, kBoxesV = (kHeadDimV + 63) / 64;

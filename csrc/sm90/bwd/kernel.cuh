@@ -8,7 +8,7 @@
 //           heads) each CTA has one. Warpgroup 0 copies (load.cuh): warp 0 takes tiles and loads,
 //           warps 1 and 2 add dQ to global memory. Warpgroups 1 and 2 own 64 keys each
 //           (mainloop.cuh). Kernels before and after it: preprocess.cuh, postprocess.cuh. Head dims
-//           beyond 128: config_d256.cuh.
+//           beyond 128: a cluster of two CTAs has a tile (config_d256.cuh).
 // Shared    K, V; Q, dO, lse, delta [2 stages] and dS [2 stages] in 128-byte swizzled boxes; dQ of
 //           each consumer in fp32: `BackwardStorage` (config.cuh). In CTAs with many tiles dV and
 //           dK leave through dS and dQ, while K and V of the next tile arrive.
@@ -21,6 +21,8 @@
 #include <cuda_runtime.h>
 
 #include "../../core/poison.cuh"
+#include "../../ptx/cluster.cuh"
+#include "../../ptx/fence.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/warpgroup.cuh"
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   poison_block(&shared, sizeof(shared));
   ptx::launch_dependents();
   if constexpr (!C::kManyTiles) {
-    const KeyTile tile = find_key_tile<C, kVarlen>(a, blockIdx.x);
+    const KeyTile tile = find_key_tile<C, kVarlen>(a, blockIdx.x / C::kCtas);
     if (tile.row < 0) {
       ptx::wait_for_prerequisites();  // or the next kernel would not wait for the first
       return;
@@ -66,12 +68,17 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       }
     }
     init(shared.kv_full, 1);
-    init(shared.ds_full, C::kD256 ? 4 : 4 * C::kConsumers);
     if constexpr (C::kD256) {
-      init(shared.ds_empty, 4);
+      for (int i = 0; i < C::kDsStages; ++i) {
+        init(shared.ds_full[i], 4);
+        init(shared.peer_ds_full[i], 1);
+        init(shared.ds_empty[i], 4 * C::kConsumers * C::kCtas);
+      }
       init(shared.p_full, 4);
       init(shared.p_empty, 4);
       init(shared.met, 4 * C::kConsumers);
+    } else {
+      init(shared.ds_full, 4 * C::kConsumers);
     }
     for (int i = 0; i < C::kStages; ++i) {
       init(shared.q_full[i], 1);
@@ -93,6 +100,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       }
     }
     ptx::mbarrier_init_fence();
+  }
+  if constexpr (C::kD256) {
+    // dS before the first block, of both CTAs.
+    for (int i = threadIdx.x * 16; i < 2 * C::kDsBytes; i += C::kThreads * 16)
+      ptx::st_shared(ptx::shared_address(shared.ds[0]) + i, make_uint4(0, 0, 0, 0));
+    ptx::fence_proxy_async();
+    ptx::cluster_sync();
   }
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -130,6 +144,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
       consume<Op, C, kVarlen, kSoftcap>(shared, a, warpgroup - 1);
     }
+  }
+  if constexpr (C::kCtas > 1) {
+    __syncwarp();
+    ptx::cluster_sync();  // the other CTA may still arrive at barriers of this one
   }
 }
 

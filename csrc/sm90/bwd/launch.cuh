@@ -88,7 +88,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
 
   const int64_t tiles = key_heads * k_tiles;
   const uint32_t ctas = static_cast<uint32_t>(
-      C::kManyTiles ? std::min<int64_t>(tiles, processors_of(p.device)) : tiles);
+      C::kManyTiles ? std::min<int64_t>(tiles, processors_of(p.device)) : tiles * C::kCtas);
   a.known = a.dq_semaphores != nullptr && ctas < tiles ? 0 : ctas;
 
   constexpr MapElement k16Bit = Op::kIsBf16 ? kBfloat16 : kFloat16;
@@ -142,7 +142,7 @@ cudaError_t launch_backward_tiling(const FlashsciBackwardParams& p, cudaStream_t
   error =
       start<backward_preprocess_kernel<Op, Rows, kVarlen>>(row_blocks, kRowThreads, 0, stream, a);
   if (error == cudaSuccess)
-    error = launch_dependent<kernel>(ctas, C::kThreads, kSharedBytes, stream, a);
+    error = launch_in_clusters<kernel, C::kCtas>(true, ctas, C::kThreads, kSharedBytes, stream, a);
   if (error != cudaSuccess || p.dq == nullptr) return error;
   return launch_dependent<backward_postprocess_kernel<Op, Rows, kVarlen>>(row_blocks, kRowThreads,
                                                                           0, stream, a);
@@ -169,17 +169,19 @@ using StagedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, 64, BiasMaskTiles::kS
 // Calls work(head dim, head dim of v), padded, as constants.
 template <class Work>
 auto with_head_dims(const FlashsciBackwardParams& p, const Work& work) {
-#if defined(FLASHSCI_SM90_ONLY)  // experiments: one head dimension compiles in seconds
-  return work(Columns<FLASHSCI_SM90_ONLY>(), Columns<FLASHSCI_SM90_ONLY>());
+#if defined(FLASHSCI_SM90_ONLY)  // experiments: one pair of head dims compiles in seconds
+#if !defined(FLASHSCI_SM90_ONLY_V)
+#define FLASHSCI_SM90_ONLY_V FLASHSCI_SM90_ONLY
+#endif
+  return work(Columns<FLASHSCI_SM90_ONLY>(), Columns<FLASHSCI_SM90_ONLY_V>());
 #else
   const int dim = p.head_dim, dim_v = p.head_dim_v;
-  const auto with_v = [&](auto padded) {
-    return dim_v <= 128   ? work(padded, Columns<128>())
-           : dim_v <= 192 ? work(padded, Columns<192>())
-                          : work(padded, Columns<256>());
-  };
-  if (dim > 192) return with_v(Columns<256>());
-  if (dim > 128) return with_v(Columns<192>());
+  if (dim > 192 || (dim > 128 && dim_v > 192))
+    return dim_v <= 128 ? work(Columns<256>(), Columns<128>())
+                        : work(Columns<256>(), Columns<256>());
+  if (dim > 128)
+    return dim_v <= 128 ? work(Columns<192>(), Columns<128>())
+                        : work(Columns<192>(), Columns<192>());
   if (dim_v > 128) return work(Columns<128>(), Columns<256>());
   if (dim <= 64 && dim_v <= 64) return work(Columns<64>(), Columns<64>());
   if (dim <= 64) return work(Columns<64>(), Columns<128>());

@@ -6,6 +6,7 @@
 #include "../../core/poison.cuh"
 #include "../../core/smem_tile.cuh"
 #include "../../ptx/bulk.cuh"
+#include "../../ptx/cluster.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/shared.cuh"
 #include "../../ptx/tma.cuh"
@@ -16,12 +17,13 @@ namespace flashsci::sm90::bwd {
 
 // Fills a stage: rows from `row` of a sequence that begins at `first` and has `length` rows, and
 // zeros beyond it: in the products a neighbour's NaN would survive a factor of 0.
-template <class B, bool kVarlen, int kSize>
-__device__ __forceinline__ void load_rows(const unsigned char (&stage)[kSize],
-                                          const CUtensorMap& map, const CUtensorMap& map_cut,
-                                          const CUtensorMap& map_row, uint32_t barrier, int row,
-                                          int first, int length, int total, int head, int batch1,
-                                          int batch0) {
+// column(box): the first column of a box.
+template <class B, bool kVarlen, int kSize, class Column>
+__device__ __forceinline__ void load_boxes(const unsigned char (&stage)[kSize],
+                                           const Column& column, const CUtensorMap& map,
+                                           const CUtensorMap& map_cut, const CUtensorMap& map_row,
+                                           uint32_t barrier, int row, int first, int length,
+                                           int total, int head, int batch1, int batch0) {
   constexpr int kBoxes = kSize / B::kBytes, kRows = B::kRows;
   static_assert(kSize == kBoxes * B::kBytes && B::kBytes == kRows * Box<1>::kBytes,
                 "the barrier expects the whole stage, whichever way it is filled");
@@ -30,21 +32,27 @@ __device__ __forceinline__ void load_rows(const unsigned char (&stage)[kSize],
   if (!kVarlen || rows == kRows) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
-      ptx::tma_load_5d(shared + box * kRows * 128, &map, barrier, box * 64, start, head, batch1,
+      ptx::tma_load_5d(shared + box * kRows * 128, &map, barrier, column(box), start, head, batch1,
                        batch0);
   } else if (start + rows >= kRows) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
-      ptx::tma_load_5d(shared + box * kRows * 128, &map_cut, barrier, box * 64, kRows - rows,
+      ptx::tma_load_5d(shared + box * kRows * 128, &map_cut, barrier, column(box), kRows - rows,
                        start + rows - kRows, head, 0);
   } else {  // a short first sequence: row by row; rows beyond it come from outside the tensor
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i)
 #pragma unroll 1
       for (int box = 0; box < kBoxes; ++box)
-        ptx::tma_load_5d(shared + (box * kRows + i) * 128, &map_row, barrier, box * 64,
+        ptx::tma_load_5d(shared + (box * kRows + i) * 128, &map_row, barrier, column(box),
                          i < rows ? start + i : total, head, 0, 0);
   }
+}
+
+template <class B, bool kVarlen, int kSize, class... Arguments>
+__device__ __forceinline__ void load_rows(const unsigned char (&stage)[kSize],
+                                          const Arguments&... arguments) {
+  load_boxes<B, kVarlen>(stage, [](int box) { return box * 64; }, arguments...);
 }
 
 // Loads K, V and the stream of Q and dO of a tile, the count-th of this CTA.
@@ -92,13 +100,23 @@ __device__ __forceinline__ void load_tile(BackwardStorage<C>& shared, const Back
     if constexpr (C::kManyTiles) sleep_for(shared.queue.kv_empty, count + 1);
     poison_stage(address(shared.k), C::kKBytes);
     poison_stage(address(shared.v), C::kVBytes);
-    ptx::mbarrier_arrive_expect(full, sizeof(shared.k) + sizeof(shared.v));
-    load_rows<typename C::KBox, kVarlen>(shared.k, a.k, a.k_cut, a.k_row, full, tile.row,
-                                         tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1,
-                                         batch0);
-    load_rows<typename C::KBox, kVarlen>(shared.v, a.v, a.v_cut, a.v_row, full, tile.row,
-                                         tile.first_k, tile.seq_k, p.seq_k, tile.head, batch1,
-                                         batch0);
+    int rank = 0;
+    if constexpr (C::kCtas > 1) rank = static_cast<int>(ptx::cluster_rank());
+    const int row = tile.row + rank * C::kKeys;
+    if constexpr (C::kCtas > 1)
+      ptx::mbarrier_arrive_expect(full,
+                                  sizeof(shared.k) + sizeof(shared.v) + sizeof(shared.peer_k));
+    else
+      ptx::mbarrier_arrive_expect(full, sizeof(shared.k) + sizeof(shared.v));
+    load_rows<typename C::KBox, kVarlen>(shared.k, a.k, a.k_cut, a.k_row, full, row, tile.first_k,
+                                         tile.seq_k, p.seq_k, tile.head, batch1, batch0);
+    load_rows<typename C::KBox, kVarlen>(shared.v, a.v, a.v_cut, a.v_row, full, row, tile.first_k,
+                                         tile.seq_k, p.seq_k, tile.head, batch1, batch0);
+    if constexpr (C::kCtas > 1)
+      load_boxes<typename C::KBox, kVarlen>(
+          shared.peer_k, [=](int box) { return C::dq_begin(rank, box) / 64 * 64; }, a.k, a.k_cut,
+          a.k_row, full, tile.row + (rank ^ 1) * C::kKeys, tile.first_k, tile.seq_k, p.seq_k,
+          tile.head, batch1, batch0);
   };
   const bool some = tile.begin < tile.end;
   // The first K and V do not wait for the previous kernel; later ones wait longer for a free stage

@@ -4,9 +4,11 @@
 //
 // Shared  A stage: for each consumer the bias [64 rows][keys of a block] (fp32: 32 keys after the
 //         other), then for each the mask [64 rows][keys], swizzled by the bytes of a row:
-//         BiasMaskPlan.
-// Limits  Those of TMA: neighbouring keys are neighbours in memory, all other strides (0 too) are
-//         multiples of 16 bytes. Other calls are left to sm80 (core/bias_mask.cuh).
+//         BiasMaskPlan. A bias whose rows begin anywhere is not swizzled and keeps the places in 16
+//         bytes that its keys have in memory: load_bias_mask.cuh.
+// Limits  Neighbouring keys are neighbours in memory, all other strides (0 too) are multiples of 16
+//         bytes, as TMA wants; up to D 128 rows of a bias may begin anywhere on one lattice.
+//         Other calls are left to sm80 (core/bias_mask.cuh).
 #pragma once
 #include <cstdint>
 
@@ -28,10 +30,37 @@ __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
 // e of a lane is row 16 warp + lane / 4 + 8 ((e >> 1) & 1) and key 8 (e >> 2) + 2 (lane % 4) + (e &
 // 1).
 
-// s = inner s + bias; inner s is in units of the natural exponent.
-template <int kKeys, int kCount>
+// Where a lane's first two keys are in the boxes of a bias whose rows begin anywhere: the byte of
+// the word that holds the first of them, a multiple of 4, plus 1 if that is the upper half of the
+// word, plus 2 if there is a row eight below. row: the lane's first in the tile. Instead of a row
+// past the last one, where another head's may be, the lane reads one that is there.
+template <class C>
+__device__ __forceinline__ uint32_t place_on_lattice(const ForwardArgs& a, const TileInfo& tile,
+                                                     int row) {
+  const BiasMaskPlan& plan = a.bias_mask;
+  const int fp32 = a.p.bias_mask.bias_is_fp32, bits = lattice_bits(fp32);
+  const int last = plan.boxes == 1 ? 0 : min(C::kBlockQ, a.p.seq_q - tile.row) - 1;
+  const int own = min(row, last), box = own & ((1 << bits) - 1);
+  const uint32_t before = (plan.base + plan.flat_row(tile, tile.row + own) * plan.pitch) % 16;
+  return box * plan.box_step + ((own >> bits) + box) * lattice_row_bytes<C>(fp32) +
+         threadIdx.x % 4 * (fp32 ? 8 : 4) + before / 4 * 4 + before / 2 % 2 +
+         (row + 8 <= last ? 2 : 0);
+}
+
+// s = inner s + bias; inner s is in units of the natural exponent. place: place_on_lattice.
+template <class C, int kCount>
 __device__ __forceinline__ void add_fp32(float (&s)[kCount], const BiasMaskPlan& plan, float inner,
-                                         uint32_t bias) {
+                                         uint32_t bias, uint32_t place) {
+  if (C::kHasLattice && plan.boxes > 0) {
+    const uint32_t first = bias + (place & ~3u);
+    const int below = place & 2 ? 2 * lattice_row_bytes<C>(true) : 0;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      const uint32_t address = first + e / 4 * 32 + e / 2 % 2 * below + e % 2 * 4;
+      s[e] = fmaf(s[e], inner, __uint_as_float(ptx::ld_shared(address)));
+    }
+    return;
+  }
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const int row = plan.bias_rows == 1 ? 0 : warp_row + lane / 4;  // row + 8 has the same swizzle
   const int below = plan.bias_rows == 1 ? 0 : 1024;
@@ -50,16 +79,26 @@ __device__ __forceinline__ void add_fp32(float (&s)[kCount], const BiasMaskPlan&
   }
 }
 
-// A bias of 16 bits, in the order of the scores, two in a word.
-template <int kKeys, int kWords>
+// A bias of 16 bits, in the order of the scores, two in a word. place: place_on_lattice.
+template <class C, int kWords>
 __device__ __forceinline__ void fetch_16_bit(uint32_t (&words)[kWords], const BiasMaskPlan& plan,
-                                             uint32_t bias) {
+                                             uint32_t bias, uint32_t place) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
+  if (C::kHasLattice && plan.boxes > 0) {
+    const uint32_t first = bias + (place & ~3u), halves = place & 1 ? 0x5432 : 0x3210;
+    const int below = place & 2 ? lattice_row_bytes<C>(false) : 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t address = first + i % 2 * below + i / 2 * 16;
+      words[i] = __byte_perm(ptx::ld_shared(address), ptx::ld_shared(address + 4), halves);
+    }
+    return;
+  }
   const int row = plan.bias_rows == 1 ? 0 : warp_row + lane % 16;
 #pragma unroll
   for (int n = 0; n < kWords / 2; n += 2) {  // 16 keys
     uint32_t four[4];                        // keys 0 .. 7 of rows g and g + 8, keys 8 .. 15
-    ptx::ldmatrix_x4(four, bias + swizzled<kKeys * 2>(row, n + lane / 16));
+    ptx::ldmatrix_x4(four, bias + swizzled<C::kBlockK * 2>(row, n + lane / 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[n * 2 + i] = four[i];
   }

@@ -21,6 +21,9 @@ struct Tiling {
   static constexpr int kBlockK = kBlockK_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr bool kHasBiasMask = kHasBiasMask_;       // with bias or mask
   static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // limited by the shared memory of an SM
+  // Whether it takes rows of a bias that begin anywhere (load_bias_mask.cuh): other tiles have no
+  // registers to spare.
+  static constexpr bool kHasLattice = kHasBiasMask && kQStages > 1 && kConsumers < 4;
   static constexpr int kBlockQ = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kStaging =
@@ -67,6 +70,15 @@ constexpr __host__ __device__ int bias_box_keys(int is_fp32) {
   return is_fp32 ? 32 : C::kBlockK;
 }
 
+// Rows of a bias that begin anywhere (load_bias_mask.cuh): the base-2 logarithm of the number of
+// their classes, and the bytes of a row in a box, an odd number of 16 bytes.
+constexpr __host__ __device__ int lattice_bits(int is_fp32) { return is_fp32 ? 2 : 3; }
+template <class C>
+constexpr __host__ __device__ int lattice_row_bytes(int is_fp32) {
+  static_assert(C::kBlockK % 16 == 0);
+  return C::kBlockK * (is_fp32 ? 4 : 2) + 16;
+}
+
 // Largest number of stages of bias and mask.
 inline constexpr int kBiasMaskStages = 8;
 
@@ -97,9 +109,17 @@ struct BiasMaskPlan {
   int stages, stage_bytes;
   int bias_rows, mask_rows;  // rows of a box: 64, or 1 if all rows are the same
   int bias_step, mask_step;  // from one consumer to the next; 0 if all rows are the same
-  int box_step;              // from 32 keys of an fp32 bias to the next 32
+  int box_step;              // from 32 keys of an fp32 bias to the next 32, or as below
   int mask;                  // first byte of the mask
-  int loaded;                // bytes that arrive per stage
+  int loaded;                // bytes of the boxes that arrive per stage
+  // If rows of the bias begin anywhere (load_bias_mask.cuh):
+  int boxes;             // in a stage, box_step bytes apart, multiples of 128; otherwise 0
+  int rows[4];           // flat rows from a row, head, batch1, batch0 to the next
+  uint32_t pitch, base;  // bytes, modulo 16: from a flat row to the next, before the first one
+  template <class Coord>
+  __device__ __forceinline__ int flat_row(const Coord& at, int row) const {
+    return row * rows[0] + at.head * rows[1] + at.batch1 * rows[2] + at.batch0 * rows[3];
+  }
 };
 
 // A role's position in the ring of bias and mask.
@@ -115,12 +135,15 @@ struct alignas(128) ForwardArgs {
   CUtensorMap q, k, v;
   CUtensorMap out;           // boxes of 16 rows
   CUtensorMap v_cut, v_row;  // packed: load_cut_boxes
-  CUtensorMap bias, mask;    // boxes of their rows and 128 or 64 bytes; present if the tensors are
+  // Boxes of their rows and 128 or 64 bytes, present if the tensors are. A bias has one map, or one
+  // for each class of its rows: load_bias_mask.cuh.
+  CUtensorMap bias[8], mask;
   FlashsciForwardParams p;
   SchedulePlan schedule;
   BiasMaskPlan bias_mask;
   ScorePlan scores;
 };
+static_assert(sizeof(ForwardArgs) <= 4096, "the parameters of a kernel");
 
 // Key blocks [first, end) that some of the rows [row, row + count) see.
 template <class C>

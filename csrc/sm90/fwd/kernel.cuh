@@ -4,9 +4,9 @@
 //           lse_i = m_i + log l_i, s = scale q k^T or softcap tanh(scale q k^T / softcap), over the
 //           keys the window shows.
 // Roles     Persistent CTAs, one per SM, walk a list of query tiles (scheduler.cuh). Warpgroup 0
-//           loads (load.cuh): its warp 1 plans the tiles and loads Q, warp 0 K and V, warp 2
-//           bias and mask (load_bias_mask.cuh). Warpgroups 1 .. kConsumers own 64 query rows each,
-//           from S to the stores (mainloop.cuh).
+//           loads (load.cuh): its warp 1 plans the tiles and loads Q, warp 0 K and V, warp 2 bias
+//           and mask (load_bias_mask.cuh). Warpgroups 1 .. kConsumers own 64 query rows each, from
+//           S to the stores (mainloop.cuh).
 // Shared    Q [stage][consumer][64 columns][64 rows], K and V [stage][64 columns][kBlockK rows] in
 //           128-byte swizzled boxes, output staging of every warp, barriers, published tiles:
 //           `SharedStorage` (config.cuh).
@@ -75,8 +75,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
       if (warp == 1) schedule_tiles<C, kVarlen>(shared, a);
       if (warp == 0 && ptx::elect()) load_kv<C, kVarlen>(shared, a);
-      if constexpr (C::kHasBiasMask)
+      if constexpr (C::kHasBiasMask) {
         if (warp == 2 && ptx::elect()) stream_bias_mask<C>(shared, a);
+      }
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "../../core/launch.cuh"
 #include "../../core/softmax.cuh"
@@ -16,6 +17,62 @@
 #include "launch_scheduled.cuh"
 
 namespace flashsci::sm90::fwd {
+
+// Whether a call has a bias of neighbouring keys that TMA refuses: it, or a row of it, begins at no
+// multiple of 16 bytes.
+inline bool begins_anywhere(const FlashsciForwardParams& p) {
+  const FlashsciScoreStrides& s = p.bias_mask.bias_strides;
+  const int each = p.bias_mask.bias_is_fp32 ? 4 : 8;
+  const auto whole = [=](int64_t size, int64_t stride) { return size <= 1 || stride % each == 0; };
+  return p.bias_mask.bias != nullptr && s.column == 1 &&
+         !(reinterpret_cast<uintptr_t>(p.bias_mask.bias) % 16 == 0 && whole(p.seq_q, s.row) &&
+           whole(p.heads_q, s.head) && whole(p.batch1, s.batch1) && whole(p.batch0, s.batch0));
+}
+
+// Encodes the maps of such a bias and plans its boxes: load_bias_mask.cuh.
+template <class C>
+cudaError_t plan_lattice(ForwardArgs& a, const MapElement& element) {
+  const FlashsciForwardParams& p = a.p;
+  const FlashsciScoreStrides& s = p.bias_mask.bias_strides;
+  BiasMaskPlan& plan = a.bias_mask;
+  const int64_t size[4] = {p.seq_q, p.heads_q, p.batch1, p.batch0};
+  int64_t stride[4] = {s.row, s.head, s.batch1, s.batch0};
+  for (int i = 0; i < 4; ++i)
+    if (size[i] == 1) stride[i] = 0;
+  int64_t pitch = stride[0] != 0 ? stride[0] : std::gcd(stride[1], std::gcd(stride[2], stride[3]));
+  if (pitch == 0) pitch = p.seq_k;  // a single row
+  constexpr int64_t kMost = 1 << 30;
+  int64_t last = 0;  // flat row
+  for (int i = 0; i < 4; ++i) {
+    const int64_t rows = stride[i] / pitch;
+    if (stride[i] < 0 || stride[i] % pitch != 0 || rows > kMost) return cudaErrorNotSupported;
+    plan.rows[i] = static_cast<int>(rows);
+    last += (size[i] - 1) * rows;
+  }
+  if (!C::kHasLattice || last > kMost) return cudaErrorNotSupported;
+
+  const bool fp32 = element.bytes == 4;
+  const int classes = 1 << lattice_bits(fp32), row_bytes = lattice_row_bytes<C>(fp32);
+  plan.boxes = stride[0] == 0 ? 1 : classes;
+  const int box_rows = stride[0] == 0 ? 1 : C::kBlockQ / classes + classes - 1;
+  plan.box_step = (box_rows * row_bytes + 127) / 128 * 128;
+  plan.stage_bytes = (plan.boxes * plan.box_step + 1023) / 1024 * 1024;
+  plan.loaded = plan.boxes * box_rows * row_bytes;
+  const auto base = reinterpret_cast<uintptr_t>(p.bias_mask.bias);
+  plan.base = base % 16, plan.pitch = pitch * element.bytes % 16;
+  for (int i = 0; i < classes; ++i) {
+    const int64_t first = std::min<int64_t>(i, last);  // some row if the class has none
+    const uintptr_t address = base + first * pitch * element.bytes;
+    const int before = address % 16 / element.bytes;
+    const int columns = (before + p.seq_k + classes - 1) / classes * classes;
+    const MapDims dims = {{(last - first) / classes + 1, 1, 1, 1}, {classes * pitch, 0, 0, 0}};
+    const cudaError_t error =
+        encode_map(&a.bias[i], reinterpret_cast<const void*>(address / 16 * 16), element, columns,
+                   dims, row_bytes / element.bytes, box_rows);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
 
 template <class Op, class C, bool kWindowed, bool kPlainScores, bool kVarlen>
 cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
@@ -71,12 +128,18 @@ cudaError_t launch_tiling(ForwardArgs& a, cudaStream_t stream) {
                             : cudaErrorNotSupported;
     };
     const bool fp32 = p.bias_mask.bias_is_fp32;
-    encode_bias_mask(&a.bias, p.bias_mask.bias, fp32 ? kFloat32 : k16Bit, p.bias_mask.bias_strides,
-                     bias_box_keys<C>(fp32), &plan.bias_rows, &plan.bias_step);
+    const MapElement element = fp32 ? kFloat32 : k16Bit;
+    if (begins_anywhere(p)) {
+      if (error == cudaSuccess) error = plan_lattice<C>(a, element);
+    } else {
+      encode_bias_mask(a.bias, p.bias_mask.bias, element, p.bias_mask.bias_strides,
+                       bias_box_keys<C>(fp32), &plan.bias_rows, &plan.bias_step);
+    }
     plan.mask = plan.stage_bytes;
     encode_bias_mask(&a.mask, p.bias_mask.mask, kByte, p.bias_mask.mask_strides, C::kBlockK,
                      &plan.mask_rows, &plan.mask_step);
     plan.stages = std::min(kBiasMaskStages, C::kBiasMaskBytes / std::max(plan.stage_bytes, 1));
+    if (plan.stages < 2) return cudaErrorNotSupported;  // rows of fp32 anywhere and a mask of pairs
   }
   if (error != cudaSuccess) return error;
 
@@ -165,7 +228,7 @@ cudaError_t launch_bias_mask(ForwardArgs& a, cudaStream_t stream) {
   if (a.p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
   if constexpr (kHeadDim == 32) {
     using Wide = Tiles<32>::WideWithBias;
-    if (!a.p.bias_mask.bias_is_fp32 && suits_wide_tiles<C, Wide>(a.p))
+    if (!a.p.bias_mask.bias_is_fp32 && !begins_anywhere(a.p) && suits_wide_tiles<C, Wide>(a.p))
       return launch_tiling<Op, Wide, true, false, false>(a, stream);
   }
   return launch_tiling<Op, C, true, false, false>(a, stream);

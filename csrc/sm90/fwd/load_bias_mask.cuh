@@ -1,5 +1,16 @@
-// The producer of bias and mask of the sm90 forward, with a separate ring: they come from DRAM and
+// The producers of bias and mask of the sm90 forward, with a separate ring: they come from DRAM and
 // fill more of the shared memory than K and V.
+//
+// TMA brings boxes of rows that begin at multiples of 16 bytes. Rows of a bias may begin elsewhere,
+// as those of 1,023 keys, if the rows of all heads lie on one lattice, at multiples of their pitch:
+// flat rows. Those eight apart (four in fp32) begin at the same place in 16 bytes, so that each of
+// these eight classes has a map of its own, from the 16 bytes on in which its first row begins. A
+// piece of 16 bytes that is read holds a number of the bias, or lies between two of its rows: none
+// is beyond the memory of the tensor.
+// Box l of a block holds the rows l, l + 8, .. of the tile for all consumers, 16 bytes longer than
+// their keys. All boxes begin in the same bank and a row is an odd number of 16 bytes, so l rows
+// that nobody reads come before those of box l: eight neighbouring rows begin in eight different
+// banks. In fp32 two rows may meet in a bank.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +18,20 @@
 
 namespace flashsci::sm90::fwd {
 
-// Loads bias and mask of a tile's rows and a block's keys once their stage is free. blind:
+// The boxes of a bias whose rows begin anywhere.
+template <class Coord>
+__device__ __forceinline__ void load_lattice(const ForwardArgs& a, uint32_t target, uint32_t full,
+                                             int key, int row, const Coord& at) {
+  const BiasMaskPlan& plan = a.bias_mask;
+  const int bits = lattice_bits(a.p.bias_mask.bias_is_fp32);
+  const int first = plan.flat_row(at, row);
+#pragma unroll 1
+  for (int l = 0; l < plan.boxes; ++l)
+    ptx::tma_load_5d(target + l * plan.box_step, &a.bias[(first + l) & ((1 << bits) - 1)], full,
+                     key, ((first + l) >> bits) - l, 0, 0, 0);
+}
+
+// Loads bias and mask of a tile's rows and a block's keys once their stage is free. skipping:
 // consumers that do not see them.
 template <class C, class Coord>
 __device__ __forceinline__ void load_bias_mask(SharedStorage<C>& shared, const ForwardArgs& a,
@@ -24,14 +48,16 @@ __device__ __forceinline__ void load_bias_mask(SharedStorage<C>& shared, const F
   ptx::mbarrier_arrive_expect(full, plan.loaded);
   const int key = block * C::kBlockK;
   const uint32_t target = ptx::shared_address(shared.bias_mask) + ring.stage * plan.stage_bytes;
-  if (bias_mask.bias != nullptr) {
+  if (C::kHasLattice && plan.boxes > 0) {
+    load_lattice(a, target, full, key, row, at);
+  } else if (bias_mask.bias != nullptr) {
     const int box_keys = bias_box_keys<C>(bias_mask.bias_is_fp32);
 #pragma unroll
     for (int w = 0; w < C::kConsumers; ++w) {
       if (w > 0 && plan.bias_step == 0) break;
 #pragma unroll 1
       for (int i = 0; i < C::kBlockK / box_keys; ++i)
-        ptx::tma_load_5d(target + w * plan.bias_step + i * plan.box_step, &a.bias, full,
+        ptx::tma_load_5d(target + w * plan.bias_step + i * plan.box_step, a.bias, full,
                          key + i * box_keys, row + w * 64, at.head, at.batch1, at.batch0);
     }
   }
@@ -46,7 +72,7 @@ __device__ __forceinline__ void load_bias_mask(SharedStorage<C>& shared, const F
   ring.next(plan);
 }
 
-// Runs in parallel with `produce` (load.cuh), along the same list. One thread.
+// Runs in parallel with `load_kv` (load.cuh), along the same list. One thread.
 template <class C>
 __device__ __forceinline__ void stream_bias_mask(SharedStorage<C>& shared, const ForwardArgs& a) {
   const auto address = [](const void* x) { return ptx::shared_address(x); };

@@ -52,6 +52,7 @@ struct Consumer {
   RowStatistics rows;
   float alpha[2];
   BiasMaskRing ring;
+  uint32_t bias_place = 0;  // of the current tile: place_on_lattice
   uint32_t head = 0;        // K blocks done: they give stage and phase of the next
   uint32_t tiles = 0;       // tiles done
   uint32_t accumulate = 0;  // 0: O counts as cleared
@@ -155,7 +156,7 @@ struct Consumer {
   }
   template <int kWords>
   __device__ __forceinline__ void fetch_bias(uint32_t (&words)[kWords]) const {
-    fetch_16_bit<kBlockK>(words, a.bias_mask, bias_mask_stage() + w * a.bias_mask.bias_step);
+    fetch_16_bit<C>(words, a.bias_mask, bias_mask_stage() + w * a.bias_mask.bias_step, bias_place);
   }
   template <int kWords>
   __device__ __forceinline__ void wait_bias_mask(uint32_t (&words)[kWords]) const {
@@ -170,7 +171,8 @@ struct Consumer {
     if (scaled) scale_scores(scores, a.scores);
     const float inner = scaled ? 1.f : a.scores.inner;
     if (given.bias != nullptr && given.bias_is_fp32) {
-      add_fp32<kBlockK>(scores, a.bias_mask, inner, bias_mask_stage() + w * a.bias_mask.bias_step);
+      add_fp32<C>(scores, a.bias_mask, inner, bias_mask_stage() + w * a.bias_mask.bias_step,
+                  bias_place);
     } else if (given.bias != nullptr) {
       if constexpr (!kFetchEarly) fetch_bias(words);
       add_16_bit<Op>(scores, words, inner);
@@ -397,6 +399,8 @@ struct Consumer {
       const int first_row = row + w * 64;
       const Blocks<C> blocks(seen, row, C::kBlockQ, seq_q);  // of all consumers
       Work work{info, row, seq_q, seq_k, Blocks<C>(seen, first_row, 64, seq_q)};
+      if (C::kHasLattice && a.bias_mask.boxes > 0)
+        bias_place = place_on_lattice<C>(a, info, row_in_tile);
       const bool nothing = work.own.first >= work.own.end;
       if (nothing) work.own.first = work.own.end = blocks.first;
       // One skipped block may overtake a pending product; more would wait for the stage it holds.

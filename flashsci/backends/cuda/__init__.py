@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashsci.backends.cuda import decisions, layouts, library, prepared
 from flashsci.backends.cuda.capabilities import DROPPING, READS, WEIGHTED, backward_kernels, older_backward, rejects
-from flashsci.backends.cuda.decisions import hopper_takes
+from flashsci.backends.cuda.decisions import hopper_takes, reads_ragged_bias
 from flashsci.backends.cuda.library import build_info, library_path, stale, unavailable
 from flashsci.call.op_checks import rows
 from flashsci.call.ops import NEED_BIAS, Given, Saved, Scalars, Tensors
@@ -36,6 +36,7 @@ __all__ = [
     "older_backward",
     "prepared_backward",
     "prepared_forward",
+    "reads_ragged_bias",
     "rejects",
     "stale",
     "takes_bias",
@@ -222,6 +223,7 @@ def _restricted_to(generation: int) -> SimpleNamespace:
         takes_pairs=functools.partial(takes_pairs, generation=generation),
         prepared_forward=functools.partial(prepared_forward, generation=generation),
         prepared_backward=functools.partial(prepared_backward, generation=generation),
+        reads_ragged_bias=functools.partial(reads_ragged_bias, generation=generation),
     )
 
 

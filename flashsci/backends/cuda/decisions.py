@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flashsci.backends.cuda import library, rehearsal
+from flashsci.call import row_pitch
 from flashsci.call.ops import NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
 from flashsci.call.torch_state import modes, tracer_paused
@@ -181,6 +182,20 @@ def hopper_takes(saved: Saved, need: int, device: torch.device | None = None) ->
         return True
     kernels = backward(saved, need, device=device)
     return kernels is not None and all(x.startswith(("sm90/", "sm80/small/")) for x in kernels[:1])
+
+
+def reads_ragged_bias(
+    tensors: Tensors, scalars: Scalars, generation: int = 0, device: torch.device | None = None
+) -> bool:
+    """Whether Hopper's forward takes a bias whose rows begin anywhere, and would take a copy in whole rows as well."""
+    if tensors.bias is None:
+        return False
+    found = forward(tensors, scalars, generation, device)
+    if not found or not found[0].startswith("sm90/fwd/"):
+        return False
+    with unobserved():
+        copied = row_pitch.padded(Described.of(tensors.bias).tensor())
+    return forward(tensors._replace(bias=copied), scalars, generation, device or tensors.q.device) == found
 
 
 def takes_weights(tensors: Tensors, scalars: Scalars) -> bool:

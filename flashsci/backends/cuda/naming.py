@@ -68,7 +68,11 @@ def attention(
     # Only these kernels take a bias whose heads are neighbours in memory in both passes; others get a copy.
     in_place = kernels is not None and any(x.startswith("sm90/pair/") for x in kernels)
     if not in_place:
-        rows = row_pitch.whole_rows(rows.inner_contiguous(), with_inner_keys, with_inner_keys)
+        rows = rows.inner_contiguous()
+        ragged = row_pitch.ragged(rows)
+        if ragged[0] and own and not need and decisions.reads_ragged_bias(rows, scalars, generation, device):
+            ragged = False, ragged[1]
+        rows = row_pitch.whole_rows(rows, with_inner_keys, with_inner_keys, ragged)
         kernels = decisions.forward(rows, scalars, generation, device) if own else None
     if not need:
         return Named(_named(kernels))

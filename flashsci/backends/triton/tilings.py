@@ -187,13 +187,17 @@ INTERPRETER: Tiles = {name: {512: (32, 16, 4, 1)} for name in FP32}  # small, so
 
 MAX_HEAD_DIM = 512
 MOST_SMALL = 64  # rows and keys of a sequence whose backward one program does
-MOST_KEYS = 1024  # keys of a row of scores that one program holds
+MOST_KEYS = 8192  # keys of a row of scores that one program holds
+SHORT_ROW = 1024  # keys of rows of which a head may have any number
+FEW_PAIRS = 1 << 20  # scores of a head with longer rows, of which a window may hide most: wide heads compute all
 FEW_SCORES = 1 << 24  # scores that are held in memory at a time, 64 MiB
 LEAST_HELD = 64  # head dim from which the second order holds them
+LEAST_PIECE = 256  # keys of a piece of a sum
+BUSY = 4  # programs of a processor that hide each other's loads
 
 
 @functools.lru_cache
-def head_chunks(d: int, split: bool = True, deep: bool = True, other: int = 0) -> tuple[int, int]:
+def head_chunks(d: int, split: bool = True, deep: bool = True, other: int = 0, least: int = 16) -> tuple[int, int]:
     """A head dim as one or two powers of two: 64 -> (64, 0), 80 -> (64, 16), 24 -> (32, 0).
 
     The ptxas of Triton 3.6 (12.8) loses the shared-memory address of the second product with a tile that is not
@@ -206,6 +210,8 @@ def head_chunks(d: int, split: bool = True, deep: bool = True, other: int = 0) -
             sums towards zero: from 128 on, 128 -> (64, 64).
         other: the other head dim. Tiles of K and V that are not aligned share a place. They were the other form,
             where one has rows of 128 bytes or more and the other shorter ones: (50, 20) are both 64 wide.
+        least: width of the second chunk. With 16 columns of unaligned rows in fp32, ptxas overwrites a register before its last use
+            in `dkdv_kernel` of head dims 129 to 144, and stores of shared memory are misaligned.
     """
     if not split:
         d = max(d, min(other, 64))
@@ -213,7 +219,7 @@ def head_chunks(d: int, split: bool = True, deep: bool = True, other: int = 0) -
     power = 1 << (d.bit_length() - 1)
     if power == d:
         return (d, 0) if deep or d < 128 or not split else (d // 2, d // 2)
-    rest = max(16, 1 << (d - power - 1).bit_length())
+    rest = max(least, 1 << (d - power - 1).bit_length())
     return (power, rest) if split and rest < power else head_chunks(2 * power, split, deep)
 
 
@@ -325,14 +331,16 @@ def is_wide(dims: tuple[int, int], length_q: int, length_k: int, group: int) -> 
 
     group: query heads of a key head, whose scores are in memory together.
     """
-    few = 2 * length_q * length_k <= (length_q + length_k) * sum(dims) or group * length_q * length_k <= FEW_SCORES
-    return max(dims) > 128 and few and length_k <= MOST_KEYS
+    pairs = length_q * length_k
+    few = 2 * pairs <= (length_q + length_k) * sum(dims) or group * pairs <= FEW_SCORES
+    fits = length_k <= SHORT_ROW or (length_k <= MOST_KEYS and pairs <= FEW_PAIRS)
+    return max(dims) > 128 and few and fits
 
 
 def holds_second_order(dims: tuple[int, int], length_q: int, length_k: int, group: int) -> bool:
     """Whether the second order of fp32 inputs alone holds scores in memory: its tiles of heads this wide spill."""
     few = group * length_q * length_k <= FEW_SCORES
-    return LEAST_HELD <= max(dims) <= 128 and few and length_k <= MOST_KEYS
+    return LEAST_HELD <= max(dims) <= 128 and few and length_k <= SHORT_ROW
 
 
 def product_config(
@@ -358,11 +366,22 @@ def product_config(
     return (32, 64, 32, 2, 3) if half_empty else (64, 64, 16, 2, 3)
 
 
+def pieces_of(processors: int, programs: int, depth: int, step: int) -> tuple[int, int]:
+    """The number of pieces of a sum over this many keys, each with programs of its own, and the keys of a piece, a multiple of step.
+
+    One for short rows; of longer ones enough to fill the processors.
+    """
+    most = depth // LEAST_PIECE if depth > SHORT_ROW else 1
+    pieces = max(1, min(most, -(-BUSY * processors // programs)))
+    piece = -(-depth // (pieces * step)) * step
+    return -(-depth // piece), piece
+
+
 def rows_config(rows: int, columns: int, narrower: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps) of a kernel on whole rows of scores; 1/narrower of the rows."""
+    """(BLOCK_M, BLOCK_N, warps) of a kernel on whole rows of scores; 1/narrower of the rows, or more warps for one row."""
     n = max(16, 1 << (columns - 1).bit_length())
     m = min(1 << (rows - 1).bit_length(), 4096 // narrower // n, 64 // narrower)
-    return max(m, 1), n, 4
+    return max(m, 1), n, max(4, n * narrower // 1024)
 
 
 @functools.lru_cache

@@ -32,6 +32,7 @@ TILINGS = {
     "sm90/pair": Tiling(32, 32, fixed=False),
     "triton/dense": Tiling(128, 64, 0, fixed=False),
     "triton/wide": Tiling(64, 64, 32, fixed=False, skips=False),
+    "triton/wide/long": Tiling(64, 64, 32, fixed=False, grid="split", skips=False),
     "sdpa/plain": Tiling(128, 128, 32),
     "sdpa/decode": Tiling(16, 64, 32, grid="split"),
     "sdpa/efficient": Tiling(64, 64, 32),
@@ -48,8 +49,8 @@ TILINGS = {
 SMALL_LENGTH, SMALL_WIDTH = 64, 128
 #: Up to so many queries SDPA's kernels divide the keys among processors.
 FEW_QUERIES = 16
-#: Products of whole heads in fp32 begin beyond this head dim.
-WIDE = 128
+#: Products of whole heads in fp32 begin beyond this head dim; sums over more keys than LONG are divided among processors.
+WIDE, LONG = 128, 1024
 
 
 def bits_of(p: Problem, backend: str) -> int:
@@ -71,7 +72,7 @@ def padded(dim: int, step: int) -> int:
 def _of_triton(p: Problem, backward: bool) -> str:
     widest, longest = max(p.head_dim, p.head_dim_v), max(p.seq_q or 0, p.seq_k or 0)
     if p.dtype == torch.float32 and widest > WIDE and p.few_scores:
-        return "triton/wide"
+        return "triton/wide/long" if (p.seq_k or 0) > LONG else "triton/wide"
     width = max(padded(p.head_dim, 0), padded(p.head_dim_v, 0))
     fits = longest <= SMALL_LENGTH and width <= (SMALL_WIDTH if p.dtype.itemsize == 2 else SMALL_WIDTH // 2)
     return "triton/small" if backward and fits else "triton/dense"

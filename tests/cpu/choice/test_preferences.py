@@ -269,7 +269,7 @@ def test_few_scores_are_what_wide_heads_ask_for(dims):
     from flashsci.backends.triton.tilings import is_wide
 
     given = {"head_dim": dims[0], "head_dim_v": dims[1], "batch": (2,), "heads_k": 4}
-    for seq_q, seq_k in itertools.product((1, 40, 300, 1024, 1025, 9000), repeat=2):
+    for seq_q, seq_k in itertools.product((1, 40, 128, 300, 1024, 1025, 4096, 8192, 8193), repeat=2):
         for heads in (8, 1000):
             problem = replace(HOPPER, **given, heads_q=heads, seq_q=seq_q, seq_k=seq_k)
             assert problem.few_scores == is_wide(dims, seq_q, seq_k, heads // 4)

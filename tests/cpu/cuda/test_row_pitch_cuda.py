@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flashsci.backends import cuda
 from flashsci.backends.cuda import naming, rehearsal
 from flashsci.backends.cuda.library import library_path
 from flashsci.call import ops, row_pitch
@@ -50,10 +51,22 @@ def test_a_mask_of_any_length_has_the_kernels_of_the_next_multiple(shape):
         assert found.kernel.startswith("sm90/")
 
 
-def test_without_the_copy_older_kernels_compute_it():
-    tensors = made("for every pair", 1023, 64)
-    kernels = rehearsal.forward_kernels(tensors, PLAIN, rehearsal.H100)
-    assert kernels and kernels[0].startswith("sm80/")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dim", (64, 128, 192))
+def test_without_the_copy_hoppers_forward_computes_it_up_to_128_head_dims(shape, dim):
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = made(shape, 1023, dim)
+        tensors = tensors._replace(bias=tensors.bias.to(dtype))
+        kernels = rehearsal.forward_kernels(tensors, PLAIN, rehearsal.H100)
+        assert kernels and kernels[0].startswith("sm90/fwd/" if dim <= 128 else "sm80/")
+
+
+def test_a_call_without_gradients_leaves_the_bias_as_it_is():
+    ragged, whole = (made("for every pair", s, 64) for s in (1023, 1024))
+    assert cuda.reads_ragged_bias(ragged, PLAIN, device=torch.device("cuda"))
+    assert not cuda.reads_ragged_bias(made("for every pair", 1023, 192), PLAIN, device=torch.device("cuda"))
+    for need in (0, ROWS, ROWS | BIAS):
+        assert named(ragged, need) == named(whole, need)
 
 
 def test_calls_that_are_left_as_they_are():

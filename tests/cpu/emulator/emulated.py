@@ -20,7 +20,7 @@ REWRITTEN = (
     (r"([\w<>:]+)<<<(.*?), [^,]*>>>\(", r"emulation::launch(\1, \2, "),
     (
         r"extern __shared__ (?:__align__\(128\) )?unsigned char (\w+)\[\]",
-        r"auto* const \1 = emulation::address_space + emulation::kBase",
+        r"auto* const \1 = emulation::address_space + emulation::block->window + emulation::kBase",
     ),
 )
 
@@ -43,7 +43,7 @@ def build(
     define: str = "",
     fast: bool | None = None,
 ) -> c.CDLL:
-    """csrc/<name>.cpp as a library. changes: (file of csrc/sm90, text, what it becomes). define: a macro. fast: whether the
+    """csrc/<name>.cpp as a library. changes: (file of csrc/sm90, text, what it becomes). define: macros, with spaces between them. fast: whether the
     compiler optimises; by default not what is changed, which runs a few times, so that most of its time is the compiler's."""
     headers = includes()
     source = folder / "csrc"
@@ -74,7 +74,7 @@ def build(
         "-Wl,-Bsymbolic",
     ]
     subprocess.run(
-        ["g++", "-std=c++17", level, *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", *([f"-D{define}"] if define else []), "-isystem", headers, "-I", source,
+        ["g++", "-std=c++17", level, *flags, "-fPIC", "-shared", "-DFLASHSCI_POISON", *(f"-D{macro}" for macro in define.split()), "-isystem", headers, "-I", source,
          HERE / f"{name}.cpp", "-o", target],
         check=True,
     )  # fmt: skip

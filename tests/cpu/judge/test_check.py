@@ -392,6 +392,7 @@ def test_heads_wider_than_others_are_drawn_in_both_forms(seed):
     ):
         assert any(getattr(c.variant, feature) for c in held), feature
     assert {c.group > 1 for c in held} == {True, False}
+    assert sum(c.seq_k > tilings.SHORT_ROW for c in held) > 20
 
 
 @pytest.mark.parametrize("seed", [0, 20261122])

@@ -46,7 +46,7 @@ def test_head_dims_of_every_kind_are_called():
     calls = races.all_calls()
     assert len({str(c) for c in calls}) == len(calls)
     pairs = {(c.head_dim, c.head_dim_v) for c in calls if c.generation == "sm90"}
-    assert {(64, 128), (128, 64), (192, 128), (128, 256), (256, 192), (160, 160)} <= pairs
+    assert {(64, 128), (128, 64), (192, 128), (128, 256), (160, 160)} <= pairs
     assert {c.dtype for c in calls if c.packed} == set(races.DTYPES.values())
 
 
@@ -89,8 +89,8 @@ NAMES = {
     "void flashsci::sm80::paged::paged_kernel<(anonymous namespace)::Op8, flashsci::sm80::paged::E4m3, flashsci::sm80::paged::Tiling<64, 1> >(flashsci::paged::Args)": (64, "64 x 128", "e4m3"),
     "void flashsci::sm90::bwd::backward_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::BackwardTiling<64, 64, 128, "
     "(flashsci::sm90::bwd::BiasMaskTiles)0, true>, false, false>(flashsci::sm90::bwd::BackwardArgs)": (64, "128 x 128", "tile after tile"),
-    "void flashsci::sm90::bwd::backward_postprocess_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::D256BackwardTiling<256, 192>, true>"
-    "(flashsci::sm90::bwd::BackwardArgs)": (256, "64 x 0", "v 192 postprocess packed"),
+    "void flashsci::sm90::bwd::backward_postprocess_kernel<(anonymous namespace)::Op, flashsci::sm90::bwd::D256BackwardTiling<256, 128>, true>"
+    "(flashsci::sm90::bwd::BackwardArgs)": (256, "64 x 0", "v 128 postprocess packed"),
     "void flashsci::sm80::fwd::forward_bias_mask_kernel<(anonymous namespace)::Op, flashsci::sm80::fwd::BiasMaskTiling<flashsci::sm80::fwd::Tiling<32, 128, "
     "32, 4, 2, 2>, 2, 4>, true>(FlashsciForwardParams, flashsci::sm80::fwd::ForwardPlan, flashsci::sm80::fwd::BiasMaskPlan)": (32, "128 x 32", "16-byte rows, fp32 bias, two members"),
     "void flashsci::sm80::dq::backward_queries_kernel<(anonymous namespace)::Op, flashsci::sm80::dq::QueryTiling<256, 64, 32, 1, 2> >"

@@ -21,7 +21,7 @@ def small(**options):
 
 def test_cases_are_unique_and_well_formed():
     every = [*cases.CASES.values(), *cases.CPU_CASES]
-    assert len({case.id for case in every}) == len(every) == 217
+    assert len({case.id for case in every}) == len(every) == 229
     for case in every:
         assert bool(case.lens) != bool(case.Sq)
         assert case.H % case.Hk == 0

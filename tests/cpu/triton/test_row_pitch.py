@@ -115,6 +115,19 @@ def test_every_call_reads_a_copy_at_a_pitch_of_16_bytes(read, grad):
     assert all(torch.equal(x, found[0]) for x in found)
 
 
+def test_kernels_that_read_it_in_place_get_no_copy_without_gradients(read, monkeypatch):
+    asked = []
+    monkeypatch.setattr(triton, "reads_ragged_bias", lambda *given: asked.append(given) or True, raising=False)
+    q, k, v, bias = made()
+    mask = torch.rand(37, 43) < 0.8
+    expected = flashsci.attention(q, k, v, bias=bias.clone().requires_grad_(), mask=mask, backend="triton")
+    for _ in range(3):
+        found = flashsci.attention(q, k, v, bias=bias, mask=mask, backend="triton")
+        assert torch.equal(found, expected)
+    assert read == [(PITCHED, (37 * 48, 37 * 48, 48, 1))] + 3 * [(bias.stride(), (37 * 48, 37 * 48, 48, 1))]
+    assert len(asked) == 1
+
+
 def test_a_call_of_whole_rows_reads_its_own_tensors(read):
     q, k, v, bias = made(keys=48)
     for _ in range(3):

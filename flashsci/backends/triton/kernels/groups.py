@@ -149,6 +149,8 @@ class Product(NamedTuple):
     rows: int  # of the result
     columns: int
     depth: int  # the length of the sum
+    count: int  # of the section's heads, of the result's
+    piece: int  # the length of a piece of the sum, where a program has one
     tiles_m: int
     tiles_n: int
     factor: float

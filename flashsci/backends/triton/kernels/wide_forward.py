@@ -2,7 +2,7 @@
 
 Maths     P = R e^(S - lse), in the place of q k^T
 Grid      one axis over (sequence, head, tile of rows)
-Tiles     whole rows, up to 1,024 keys of them
+Tiles     whole rows, up to 8,192 keys of them; a program with one row has more warps beyond 4,096
 Limits    bytes of the scores
 """
 

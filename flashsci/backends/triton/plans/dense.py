@@ -119,8 +119,8 @@ class DensePlan:
             of_k = self.row_vector(dims[:1], (*strides[:2], *strides[5:7]))
             of_v = self.row_vector(dims[1:], (*strides[2:5], *strides[7:]))
         deep = precise != "tf32x3"
-        d0, d1 = tilings.head_chunks(dims[0], few_rows or of_k > 1, deep, dims[1])
-        v0, v1 = tilings.head_chunks(dims[1], few_rows or of_v > 1, deep, dims[0])
+        d0, d1 = tilings.head_chunks(dims[0], few_rows or of_k > 1, deep, dims[1], 32 if of_k == 1 else 16)
+        v0, v1 = tilings.head_chunks(dims[1], few_rows or of_v > 1, deep, dims[0], 32 if of_v == 1 else 16)
         self.strides = tuple(strides4(stride) for stride in strides)
 
         self.ragged = ragged

@@ -116,10 +116,18 @@ class Wide:
         key = kind, part.first, part.count, out.shape, strides, factor
         if key not in self.launches:
             self.launches[key] = self._product(kind, part, out, a, b, a2, b2, factor)
-        self.launches[key](a, b, a2, b2, out)
+        launch, pieces = self.launches[key]
+        if pieces == 1:
+            launch(a, b, a2, b2, out)
+            return out
+        found = out.new_empty((pieces, part.count * self.plan.group, *out.shape[-2:]))
+        launch(a, b, a2, b2, found)
+        inside = out[(None,) * (5 - out.dim())][part.box]
+        torch.sum(found.view(pieces, *inside.shape), 0, out=inside)
         return out
 
-    def _product(self, kind: str, part: Section, out, a, b, a2, b2, factor: float) -> Launch:
+    def _product(self, kind: str, part: Section, out, a, b, a2, b2, factor: float) -> tuple[Launch, int]:
+        """The launch, and the number of pieces of its sum."""
         p = self.plan
         of_keys = kind == KEYS
         rows, columns = (p.size_k if of_keys else p.size_q), out.shape[-1]
@@ -128,23 +136,28 @@ class Wide:
         vector = p.vector
         m, n, k, warps, stages = tilings.product_config(p.device.capability, kind == SCORES, rows, depth, vector > 1)
         tiles_m, tiles_n = -(-rows // m), -(-columns // n)
+        programs = part.count * each * tiles_m * tiles_n
+        pieces, piece = tilings.pieces_of(p.device.processors, programs, depth, k) if kind == QUERIES else (1, depth)
+        size = rows * columns
+        of_out = strides4(out.stride()) if pieces == 1 else (0, part.count * each * size, size, columns)
         turned_a, turned_b = of_keys, kind == SCORES
         of_a, of_b = (rows, m) if turned_a else (depth, k), (depth, k) if turned_b else (columns, n)
         arguments = {
-            "strides": ProductStrides(*(NO_STRIDES[:4] if x is None else strides4(x.stride()) for x in (a, b, a2, b2, out))),
+            "strides": ProductStrides(*(NO_STRIDES[:4] if x is None else strides4(x.stride()) for x in (a, b, a2, b2)), of_out),
             "product": Product(
                 part.first * each, p.lead[1], p.heads_k * each, p.group if of_keys else 1, 1 if of_keys else p.group,
-                rows, columns, depth, tiles_m, tiles_n, factor,
+                rows, columns, depth, part.count * each, piece, tiles_m, tiles_n, factor,
             ),
             "A": Operand(turned_a, of_a[0] % of_a[1] != 0, kind != SCORES, vector if kind == SCORES else self.vector),
             "B": Operand(turned_b, of_b[0] % of_b[1] != 0, False, vector),
             "OUT_VECTOR": self.vector if kind == SCORES else vector,
-            "OUT_LOCAL": kind == SCORES,
+            "OUT_LOCAL": kind == SCORES or pieces > 1,
             "GROUPED": of_keys and p.group > 1,
+            "PIECES": pieces > 1,
             "PRECISION": p.precision,
             "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages,
         }  # fmt: skip
-        return Launch(product_kernel, part.count * each * tiles_m * tiles_n, arguments)
+        return Launch(product_kernel, pieces * programs, arguments), pieces
 
     def between(self, kernel, part: Section) -> Launch:
         """The launch of a first-order kernel on the scores of a section between two products."""

@@ -13,14 +13,29 @@ namespace emulation {
 
 // --- shared memory and its barriers
 
-inline unsigned char* at(uint32_t address, int bytes, int alignment) {
+inline Block& owner(uint32_t address) { return machine->blocks.at(address / kWindow); }
+inline unsigned char* of_block(const Block& whose, uint32_t address, int bytes, int alignment) {
   check(address % alignment == 0, "a misaligned address of shared memory");
-  check(address >= kBase && address + bytes <= kBase + block->shared_bytes, "beyond shared memory");
+  const int64_t offset = int64_t{address} - whose.window - kBase;
+  check(offset >= 0 && offset + bytes <= whose.shared_bytes, "beyond shared memory");
   return address_space + address;
 }
+// Of the block's own shared memory.
+inline unsigned char* at(uint32_t address, int bytes, int alignment) {
+  return of_block(*block, address, bytes, alignment);
+}
+// Of the shared memory of any block, which must not have ended.
+inline unsigned char* there(uint32_t address, int bytes, int alignment) {
+  const Block& whose = owner(address);
+  bool runs = false;
+  for (const Warp& it : whose.warps) runs |= it.running > 0;
+  check(runs, "shared memory of a block that has ended");
+  return of_block(whose, address, bytes, alignment);
+}
 inline Barrier& barrier_at(uint32_t address) {
-  const auto found = block->barriers.find(address);
-  if (found == block->barriers.end()) fail("no barrier there");
+  Block& whose = owner(address);
+  const auto found = whose.barriers.find(address);
+  if (found == whose.barriers.end()) fail("no barrier there");
   return found->second;
 }
 // Some arrivals, and some bytes more to come (or, when a copy has brought them, fewer).
@@ -32,7 +47,7 @@ inline void arrive(uint32_t address, int arrivals, int64_t bytes) {
   if (barrier.pending > 0 || barrier.bytes != 0) return;
   barrier.pending = barrier.count;
   barrier.phase ^= 1;
-  block->progress = true;
+  machine->progress = true;
 }
 
 // --- tensor maps
@@ -43,11 +58,12 @@ struct Map {
   uint64_t size[5], stride[5];  // elements, bytes
   uint32_t box[3];              // columns, rows, rows of the next dimension
   uint32_t element;             // bytes
-  uint32_t row_bytes;           // of a row of the box, which are swizzled
+  uint32_t row_bytes;           // of a row of the box
+  uint32_t span;                // bytes that are swizzled, those of a row; 16: none are
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
 
-// cuTensorMapEncodeTiled, for boxes of rows as long as the swizzle.
+// cuTensorMapEncodeTiled, for boxes of rows as long as the swizzle, or without one.
 inline CUresult encode(CUtensorMap* target, CUtensorMapDataType type, cuuint32_t rank, void* base,
                        const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box,
                        const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
@@ -57,9 +73,11 @@ inline CUresult encode(CUtensorMap* target, CUtensorMapDataType type, cuuint32_t
   map.element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4
                 : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1
                                                         : 2;
-  map.row_bytes = swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
-                  : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
-                                                         : 32;
+  map.row_bytes = box[0] * map.element;
+  map.span = swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
+             : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
+             : swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32
+                                                    : 16;
   if (rank != 5 || reinterpret_cast<uintptr_t>(base) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
   for (int i = 0; i < 5; ++i) {
     map.size[i] = size[i];
@@ -68,14 +86,15 @@ inline CUresult encode(CUtensorMap* target, CUtensorMapDataType type, cuuint32_t
     if (box[i] > 256 || (i > 2 && box[i] != 1)) return CUDA_ERROR_INVALID_VALUE;
   }
   map.box[0] = box[0], map.box[1] = box[1], map.box[2] = box[2];
-  if (box[0] * map.element != map.row_bytes) return CUDA_ERROR_INVALID_VALUE;
+  const bool fits = map.span == 16 ? map.row_bytes % 16 == 0 : map.row_bytes == map.span;
+  if (!fits) return CUDA_ERROR_INVALID_VALUE;
   std::memcpy(target, &map, sizeof(map));
   return CUDA_SUCCESS;
 }
 
-// Where TMA puts what has this address in rows of `row_bytes`: pieces of 16 bytes change places.
-inline uint32_t swizzled(uint32_t address, int row_bytes) {
-  return address ^ ((address >> 3) & (row_bytes - 16));
+// Where TMA puts what has this address in rows of `span`: pieces of 16 bytes change places.
+inline uint32_t swizzled(uint32_t address, int span) {
+  return address ^ ((address >> 3) & (span - 16));
 }
 
 // A box of a tensor and its place in shared memory.
@@ -88,7 +107,7 @@ struct Box {
       : address(address), start{c0, c1, c2, c3, c4} {
     std::memcpy(&map, source, sizeof(map));
     // Swizzles are of addresses: single rows may be anywhere.
-    check(map.box[1] == 1 || address % (map.row_bytes * 8) == 0,
+    check(map.box[1] == 1 || address % (map.span * 8) == 0,
           "a box that is not aligned to its swizzle");
     // The hardware stops such a load as an illegal instruction.
     check(c0 * map.element % 16 == 0, "a box that begins at no multiple of 16 bytes in memory");
@@ -110,7 +129,7 @@ struct Box {
           global += position * static_cast<int64_t>(map.stride[i]);
         }
         const uint32_t place = address + row * map.row_bytes + column * map.element;
-        move(address_space + swizzled(place, map.row_bytes), inside ? global : nullptr);
+        move(address_space + swizzled(place, map.span), inside ? global : nullptr);
       }
   }
 };
@@ -120,7 +139,7 @@ struct Box {
 // Into shared memory; a barrier hears of it.
 inline void load_later(uint32_t barrier, Work load) {
   barrier_at(barrier);
-  block->copies.push_back(std::move(load));
+  machine->copies.push_back(std::move(load));
 }
 inline void load_later(uint32_t barrier, uint32_t bytes, Work load) {
   load_later(barrier, [=, load = std::move(load)] {
@@ -132,7 +151,7 @@ inline void load_later(uint32_t barrier, uint32_t bytes, Work load) {
 inline void store_later(Work store) {
   if (thread->stores == nullptr) thread->stores = std::make_shared<int>(0);
   ++*thread->stores;
-  block->copies.push_back([group = thread->stores, store = std::move(store)] {
+  machine->copies.push_back([group = thread->stores, store = std::move(store)] {
     store();
     --*group;
   });
@@ -154,6 +173,10 @@ inline void mbarrier_init(uint32_t barrier, uint32_t count) {
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint32_t barrier, uint32_t count = 1) {
   arrive(barrier, static_cast<int>(count), 0);
+}
+inline void mbarrier_arrive_there(uint32_t mapped) {
+  there(mapped, 8, 8);
+  arrive(mapped, 1, 0);
 }
 inline void mbarrier_arrive_after(uint32_t barrier, uint32_t) { mbarrier_arrive(barrier); }
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) { arrive(barrier, 1, bytes); }
@@ -203,6 +226,13 @@ inline void bulk_add_f32(void* target, uint32_t source, uint32_t bytes) {
   store_later([=] {
     const auto* from = reinterpret_cast<const float*>(address_space + source);
     for (uint32_t i = 0; i < bytes / 4; ++i) static_cast<float*>(target)[i] += from[i];
+  });
+}
+inline void bulk_send(uint32_t mapped, uint32_t source, uint32_t bytes, uint32_t barrier) {
+  at(source, bytes, 16);
+  check(owner(mapped).window == owner(barrier).window, "a barrier of another block than the bytes");
+  load_later(barrier, bytes, [=] {
+    std::memcpy(there(mapped, bytes, 16), there(source, bytes, 16), bytes);
   });
 }
 inline void bulk_commit() { thread->store_groups.push_back(std::move(thread->stores)); }

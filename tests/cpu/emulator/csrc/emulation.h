@@ -136,7 +136,7 @@ inline int load_acquire(const int* x) {
   thread->times = thread->asked == x ? thread->times + 1 : 0;
   thread->asked = x;
   check(thread->times < 10000, "a turn that never comes");
-  block->progress = true;
+  machine->progress = true;
   to_scheduler();
   return *x;
 }

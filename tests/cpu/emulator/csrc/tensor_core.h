@@ -82,7 +82,7 @@ struct Operand {
   bool transposed, brain;
 
   explicit Operand(uint64_t descriptor, bool transposed = false, bool brain = false)
-      : start((descriptor & 0x3fff) << 4),
+      : start(block->window + ((descriptor & 0x3fff) << 4)),
         block_bytes((descriptor >> 16 & 0x3fff) << 4),
         group_bytes((descriptor >> 32 & 0x3fff) << 4),
         transposed(transposed),
@@ -236,17 +236,17 @@ struct Qgmma {
 template <int kRowBytes>
 uint64_t qgmma_descriptor(uint32_t address) {
   static_assert(kRowBytes == 128 || kRowBytes == 64);
-  return address >> 4 | uint64_t{1} << 16 | uint64_t{kRowBytes * 8 >> 4} << 32 |
+  return (address >> 4 & 0x3fff) | uint64_t{1} << 16 | uint64_t{kRowBytes * 8 >> 4} << 32 |
          uint64_t{kRowBytes == 128 ? 1 : 2} << 62;
 }
 
 // The fields of a descriptor are those that Operand reads; see csrc/ptx/wgmma.cuh.
 inline uint64_t wgmma_descriptor(uint32_t address, uint32_t block_bytes, uint32_t group_bytes) {
-  return address >> 4 | uint64_t{block_bytes >> 4} << 16 | uint64_t{group_bytes >> 4} << 32 |
+  return (address >> 4 & 0x3fff) | uint64_t{block_bytes >> 4} << 16 | uint64_t{group_bytes >> 4} << 32 |
          uint64_t{1} << 62;
 }
 inline uint64_t wgmma_descriptor_span64(uint32_t address) {
-  return address >> 4 | uint64_t{1} << 16 | uint64_t{512 >> 4} << 32 | uint64_t{2} << 62;
+  return (address >> 4 & 0x3fff) | uint64_t{1} << 16 | uint64_t{512 >> 4} << 32 | uint64_t{2} << 62;
 }
 
 // mma.sync: see csrc/ptx/mma.cuh for what each lane holds.

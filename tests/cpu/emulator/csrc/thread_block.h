@@ -1,10 +1,11 @@
-// A thread block on the host: its threads, launches, and what threads do together.
+// Thread blocks on the host: their threads, launches, and what threads do together.
 //
 // Each thread is a coroutine, which runs until it waits. A seed decides in which order warps have
 // their turns and copies are done, and some warps, or all copies, hardly have any for a while: what
 // a kernel leaves unordered comes in many orders. It is an error if no thread can go on and no copy is under way, if threads give a barrier
-// different counts, and if products or copies are left that nobody waited for. Blocks run one after
-// another, each to its end, in any order where none waits for another.
+// different counts, and if products or copies are left that nobody waited for. Clusters, of one block
+// each unless a launch says otherwise, run one after another, each to its end, in any order where none
+// waits for another; or some single blocks at the same time (`together`).
 #pragma once
 #include <cuda_runtime.h>
 #include <setjmp.h>
@@ -64,7 +65,9 @@ struct Thread {
   int times = 0;
 };
 
+struct Block;
 struct Warp {
+  Block* home;
   Thread threads[32];
   int running = 32;
   bool slow = false;
@@ -78,38 +81,49 @@ struct Barrier {
   int64_t bytes = 0;  // that copies still have to bring
 };
 
-// Shared memory begins at kBase of these addresses: a kernel may count on 16 bytes of alignment, or on
-// those that it asks for.
+// Each block of a cluster has a window of these addresses, and its shared memory begins at kBase of it: a
+// kernel may count on 16 bytes of alignment, or on those that it asks for.
 #ifndef SHARED_ALIGNMENT
 #define SHARED_ALIGNMENT 16
 #endif
 inline constexpr uint32_t kBase = 0x400 + SHARED_ALIGNMENT;
-inline constexpr int kSharedBytes = 227 * 1024;
+inline constexpr int kSharedBytes = 227 * 1024, kWindow = 256 * 1024, kMostBlocks = 4;
 inline int shared_room = kSharedBytes;            // of a block on the device
 inline constexpr int kSharedOfAll = 48 * 1024;    // of a kernel that is allowed no more
 inline std::map<void (*)(), int> allowed_shared;  // what cudaFuncSetAttribute has allowed others
 inline int launched_shared = 0;                   // bytes of the last launch
-alignas(1024) inline unsigned char address_space[kBase + kSharedBytes];
+alignas(1024) inline unsigned char address_space[kMostBlocks * kWindow];
 
 struct Block {
+  uint3 index;
+  uint32_t window;   // where its addresses begin
+  unsigned first, size;  // of its cluster: the first of the blocks that run, and how many there are
   std::vector<Warp> warps;
   int shared_bytes;
   std::map<uint32_t, Barrier> barriers;
   Meeting named[16];         // 0: __syncthreads
   bool any[2] = {};          // of __syncthreads_or, in this turn and in that before
-  std::vector<Work> copies;  // that the copy engine has not done yet
   int registers_beyond = 0;  // of all threads, beyond those that they began with
+};
+
+// Blocks that run at the same time.
+struct Machine {
+  std::vector<Block> blocks;
+  std::map<unsigned, Meeting> meetings;  // of clusters
+  std::vector<Work> copies;  // that copy engines have not done yet
   bool progress = false;     // something happened that others may have waited for
   std::string failure;
 };
 
-inline Block* block = nullptr;
+inline Machine* machine = nullptr;
+inline Block* block = nullptr;    // of the thread that runs
 inline Warp* warp = nullptr;      // of the thread that runs
 inline Thread* thread = nullptr;  // null: the scheduler runs, or a copy
 inline jmp_buf scheduler;
 inline std::mt19937 generator;
 inline bool any_order = true;  // of the blocks of a grid; false where one waits for those before it
 inline bool early = false;     // products run when they are issued
+inline unsigned together = 1;  // blocks with much shared memory that run at the same time
 inline Work body;              // the kernel with its arguments
 
 // --- turns
@@ -121,7 +135,7 @@ inline void to_scheduler() {
 // An exception does not leave the stack of a coroutine: the scheduler throws.
 [[noreturn]] inline void fail(const std::string& what) {
   if (thread == nullptr) throw Failure{what};
-  block->failure = what + " (thread " + std::to_string(threadIdx.x) + ")";
+  machine->failure = what + " (thread " + std::to_string(threadIdx.x) + ")";
   for (;;) to_scheduler();
 }
 inline void check(bool right, const char* what) {
@@ -144,7 +158,7 @@ inline void run_thread() {
   check(thread->stores == nullptr, "copies of no group");
   thread->done = true;
   --warp->running;
-  block->progress = true;
+  machine->progress = true;
   for (;;) to_scheduler();
 }
 // Until the thread waits.
@@ -157,99 +171,134 @@ inline void resume(Thread& next) {
     setcontext(&next.start);
   }
   thread = nullptr;
-  if (!block->failure.empty()) throw Failure{block->failure};
+  if (!machine->failure.empty()) throw Failure{machine->failure};
 }
 inline void resume(Warp& next) {
   warp = &next;
+  block = next.home;
+  blockIdx = block->index;
   for (Thread& it : next.threads)
     if (!it.done && (it.ready == nullptr || it.ready(it.condition))) resume(it);
 }
 
 // Some copies, in any order; one at least where no thread can go on.
 inline void do_copies(bool slow, bool stuck) {
-  std::vector<Work>& copies = block->copies;
+  std::vector<Work>& copies = machine->copies;
   for (; !copies.empty() && (stuck || generator() % (slow ? 64 : 3) == 0); stuck = false) {
     const size_t i = generator() % copies.size();
     const Work copy = std::move(copies[i]);
     copies.erase(copies.begin() + i);
     copy();
-    block->progress = true;
+    machine->progress = true;
   }
 }
 
-inline void run_block() {
+inline void run_machine() {
   std::vector<Warp*> warps;  // that are not done
-  for (Warp& it : block->warps) warps.push_back(&it);
+  for (Block& of : machine->blocks)
+    for (Warp& it : of.warps) warps.push_back(&it);
   bool slow_copies = false;
   for (uint32_t round = 0; !warps.empty(); ++round) {
     if (round % 64 == 0) {
       slow_copies = generator() % 2;
-      for (Warp* it : warps) it->slow = generator() % 2;
+      // Of several blocks, sometimes all warps of one.
+      const size_t blocks = machine->blocks.size(), slow = generator() % (2 * blocks);
+      for (Warp* it : warps)
+        it->slow = generator() % 2 ||
+                   (blocks > 1 && slow < blocks && it->home == &machine->blocks[slow]);
     }
     std::shuffle(warps.begin(), warps.end(), generator);
-    const bool all = !block->progress;  // slow ones, too, where the others could not go on
-    block->progress = false;
+    const bool all = !machine->progress;  // slow ones, too, where the others could not go on
+    machine->progress = false;
     for (Warp* it : warps)
       if (all || !it->slow || generator() % 16 == 0) resume(*it);
     warps.erase(std::remove_if(warps.begin(), warps.end(), [](Warp* it) { return !it->running; }),
                 warps.end());
-    const bool stuck = all && !block->progress && !warps.empty();
-    if (stuck && block->copies.empty()) throw Failure{"no thread can go on"};
+    const bool stuck = all && !machine->progress && !warps.empty();
+    if (stuck && machine->copies.empty()) throw Failure{"no thread can go on"};
     do_copies(slow_copies, stuck);
   }
-  if (!block->copies.empty()) throw Failure{"copies that nobody waited for"};
-  if (block->registers_beyond > 0) throw Failure{"more registers than there are"};
-  for (const Meeting& it : block->named)
-    if (it.arrived != 0) throw Failure{"a barrier that some have arrived at, not all"};
+  if (!machine->copies.empty()) throw Failure{"copies that nobody waited for"};
+  for (const Block& it : machine->blocks) {
+    if (it.registers_beyond > 0) throw Failure{"more registers than there are"};
+    for (const Meeting& meeting : it.named)
+      if (meeting.arrived != 0) throw Failure{"a barrier that some have arrived at, not all"};
+  }
 }
 
 // --- launches
 
-inline void make_threads(Block& made) {
+inline void make_threads(Block& made, unsigned first_stack) {
   constexpr size_t kStack = 128 << 10;
   static std::vector<std::unique_ptr<char[]>> stacks;
   made.warps = std::vector<Warp>(blockDim.x / 32);
+  for (Warp& it : made.warps) it.home = &made;
   for (unsigned i = 0; i < blockDim.x; ++i) {
-    if (i == stacks.size()) stacks.emplace_back(new char[kStack]);
+    if (first_stack + i == stacks.size()) stacks.emplace_back(new char[kStack]);
     Thread& it = made.warps[i / 32].threads[i % 32];
     it.index = uint3{i, 0, 0};
     getcontext(&it.start);
-    it.start.uc_stack.ss_sp = stacks[i].get();
+    it.start.uc_stack.ss_sp = stacks[first_stack + i].get();
     it.start.uc_stack.ss_size = kStack;
     it.start.uc_link = nullptr;
     makecontext(&it.start, run_thread, 0);
   }
 }
-// kernel<<<grid, threads, shared_bytes>>>(arguments...)
+inline void run_blocks(const std::vector<unsigned>& indices, unsigned size, int shared_bytes) {
+  Machine made;
+  made.blocks = std::vector<Block>(indices.size());
+  for (unsigned i = 0; i < indices.size(); ++i) {
+    Block& it = made.blocks[i];
+    it.index = uint3{indices[i], 0, 0};
+    it.window = i * kWindow;
+    it.first = i / size * size;
+    it.size = size;
+    it.shared_bytes = shared_bytes;
+    std::memset(address_space + it.window + kBase, 0xff, shared_bytes);  // NaN
+    make_threads(it, i * blockDim.x);
+  }
+  machine = &made;
+  run_machine();
+}
 template <class Kernel, class... Arguments>
-void launch(Kernel kernel, dim3 grid, dim3 threads, int shared_bytes,
-            const Arguments&... arguments) {
+void launch_clusters(Kernel kernel, dim3 grid, unsigned size, dim3 threads, int shared_bytes,
+                     const Arguments&... arguments) {
   if (shared_bytes > shared_room) throw Failure{"too much shared memory"};
   const auto allowed = allowed_shared.find(reinterpret_cast<void (*)()>(kernel));
   if (shared_bytes > (allowed == allowed_shared.end() ? kSharedOfAll : allowed->second))
     throw Failure{"more shared memory than the kernel is allowed"};
   launched_shared = shared_bytes;
   if (threads.x % 32 != 0) throw Failure{"a part of a warp"};
+  if (size > kMostBlocks || grid.x % size != 0) throw Failure{"clusters that do not fit the grid"};
   gridDim = grid, blockDim = threads;
   body = [&] { kernel(arguments...); };
-  std::vector<unsigned> order(grid.x);
+  std::vector<unsigned> order(grid.x / size);
   std::iota(order.begin(), order.end(), 0u);
   if (any_order) std::shuffle(order.begin(), order.end(), generator);
-  for (const unsigned i : order) {
-    blockIdx = uint3{i, 0, 0};
-    std::memset(address_space + kBase, 0xff, shared_bytes);  // NaN
-    Block made;
-    made.shared_bytes = shared_bytes;
-    make_threads(made);
-    block = &made;
-    run_block();
+  const unsigned most = shared_bytes > kSharedOfAll ? std::min<unsigned>(together, kMostBlocks) : 1;
+  const unsigned count = std::max(most / size, 1u);  // of clusters
+  for (size_t i = 0; i < order.size(); i += count) {
+    std::vector<unsigned> indices;
+    for (size_t j = i; j < std::min(i + count, order.size()); ++j)
+      for (unsigned rank = 0; rank < size; ++rank) indices.push_back(order[j] * size + rank);
+    run_blocks(indices, size, shared_bytes);
   }
+}
+// kernel<<<grid, threads, shared_bytes>>>(arguments...)
+template <class Kernel, class... Arguments>
+void launch(Kernel kernel, dim3 grid, dim3 threads, int shared_bytes,
+            const Arguments&... arguments) {
+  launch_clusters(kernel, grid, 1, threads, shared_bytes, arguments...);
 }
 template <class Kernel, class... Arguments>
 cudaError_t launch_ex(const cudaLaunchConfig_t* config, Kernel kernel,
                       const Arguments&... arguments) {
-  launch(kernel, config->gridDim, config->blockDim, static_cast<int>(config->dynamicSmemBytes),
-         arguments...);
+  unsigned size = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+      size = config->attrs[i].val.clusterDim.x;
+  launch_clusters(kernel, config->gridDim, size, config->blockDim,
+                  static_cast<int>(config->dynamicSmemBytes), arguments...);
   return cudaSuccess;
 }
 
@@ -264,7 +313,7 @@ inline uint32_t arrive(Meeting& meeting, int threads) {
   if (++meeting.arrived < threads) return turn;
   meeting.arrived = 0;
   ++meeting.turn;
-  block->progress = true;
+  machine->progress = true;
   return turn;
 }
 inline void meet(Meeting& meeting, int threads) {
@@ -341,5 +390,13 @@ inline bool barrier_all(int id, int threads, bool x) {
   return all;
 }
 inline void barrier_arrive(int id, int threads) { arrive(named_barrier(id, threads), threads); }
+inline uint32_t cluster_rank() { return block->window / kWindow - block->first; }
+inline void cluster_sync() {
+  meet(machine->meetings[block->first], static_cast<int>(block->size * blockDim.x));
+}
+inline uint32_t map_shared(uint32_t address, uint32_t rank) {
+  check(rank < block->size, "no such block in the cluster");
+  return address % kWindow + (block->first + rank) * kWindow;
+}
 
 }  // namespace flashsci::ptx
