@@ -35,7 +35,9 @@ RECORDS = [
     for name in ("auto", "calls", "dense", "dense-fp16", "headline", "decode", "triangle", "fit/wide-long")
 ]
 #: Drawn calls of which constants are learnt. `drawn-early` was drawn by other weights; no other seed takes part.
-DRAWN = [ROOT / "reports" / "bench" / "h200" / f"drawn-{name}.jsonl" for name in ("early", "1", "2", "3", "4", "5")]
+DRAWN = [
+    ROOT / "reports" / "bench" / "h200" / f"drawn-{name}.jsonl" for name in ("early", "1", "2", "3", "4", "5", "6")
+]
 FITTED = [*RECORDS, *DRAWN]
 #: Weights of the squared log distance of a constant from the one that it is drawn towards.
 OF_FAMILY, OF_ALL = 0.05, 0.02

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashsci.call.problem import Problem
 from flashsci.choice.predictions.devices import Device, find
-from flashsci.choice.predictions.families import family_of
+from flashsci.choice.predictions.families import PREPARING, family_of
 from flashsci.choice.predictions.seen import words
 from flashsci.choice.predictions.work import Work, work_of
 from tools.bench.drawn import report
@@ -121,7 +121,9 @@ def of_drawn(path: Path, forwards: Any) -> list[Sample]:
 
 def _is_of(sample: Sample, kernels: str | None) -> bool:
     """Whether the kernels of the library that a record names are those that would serve its call today."""
-    return kernels is None or sample.family.startswith(kernels.split(" + ")[0])
+    if kernels is None:
+        return True
+    return sample.family.startswith(next(name for name in kernels.split(" + ") if name != PREPARING))
 
 
 def of_host(path: Path) -> Iterator[dict[tuple[str, str | None], float]]:

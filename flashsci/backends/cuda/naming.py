@@ -46,6 +46,32 @@ class Named(NamedTuple):
     gradients: str | None = None
 
 
+def _is_in_place(kernels: rehearsal.Kernels | None) -> bool:
+    """Whether these kernels take a bias whose heads are neighbours in memory, in both passes. Others get a copy."""
+    return kernels is not None and any(x.startswith("sm90/pair/") for x in kernels)
+
+
+def as_read(
+    tensors: Tensors, scalars: Scalars, need: int, device: torch.device, generation: int = 0
+) -> tuple[Tensors, rehearsal.Kernels | None]:
+    """The tensors of a call as the library's kernels read them, with the layouts of copies, and its forward kernels.
+
+    Args:
+        tensors: without memory, in the ranks that backends take.
+        need: the gradients that are wanted; 0: none.
+    """
+    rows = layouts.whole_rows(tensors.inner_contiguous(None))
+    kernels = decisions.forward(rows, scalars, generation, device)
+    if _is_in_place(kernels):
+        return rows, kernels
+    rows = rows.inner_contiguous()
+    of_bias, of_mask = row_pitch.ragged(rows)
+    if of_bias and not need and decisions.reads_ragged_bias(rows, scalars, generation, device):
+        of_bias = False
+    rows = row_pitch.whole_rows(rows, with_inner_keys, with_inner_keys, (of_bias, of_mask))
+    return rows, decisions.forward(rows, scalars, generation, device)
+
+
 def attention(
     name: str,
     tensors: Tensors,
@@ -63,17 +89,11 @@ def attention(
         whose: the backend of the gradients, if the Hopper backward takes the strides of bias and mask, or if not.
     """
     generation, own = _generation(name), _is_cuda(name)
-    rows = layouts.whole_rows(tensors.inner_contiguous(None))
-    kernels = decisions.forward(rows, scalars, generation, device) if own else None
-    # Only these kernels take a bias whose heads are neighbours in memory in both passes; others get a copy.
-    in_place = kernels is not None and any(x.startswith("sm90/pair/") for x in kernels)
-    if not in_place:
-        rows = rows.inner_contiguous()
-        ragged = row_pitch.ragged(rows)
-        if ragged[0] and own and not need and decisions.reads_ragged_bias(rows, scalars, generation, device):
-            ragged = False, ragged[1]
-        rows = row_pitch.whole_rows(rows, with_inner_keys, with_inner_keys, ragged)
-        kernels = decisions.forward(rows, scalars, generation, device) if own else None
+    if own:
+        rows, kernels = as_read(tensors, scalars, need, device, generation)
+    else:
+        rows, kernels = row_pitch.whole_rows(layouts.whole_rows(tensors.inner_contiguous())), None
+    in_place = _is_in_place(kernels)
     if not need:
         return Named(_named(kernels))
     saved = Saved(rows, *fake_forward(rows), scalars)

@@ -8,34 +8,47 @@ import math
 import torch
 from torch import Tensor
 
-from flashsci.backends.cuda import decisions
+from flashsci.backends.cuda import decisions, naming
 from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
 
 
-def _bias(p: Problem, in_place: bool) -> Tensor | None:
-    """The bias in the rank of the scores; its heads stay neighbours in memory if ``in_place``."""
+def _empty(shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _bias(p: Problem) -> Tensor | None:
+    """The bias in the rank of the scores."""
     if p.bias_shape is None or p.batch is None:
         return None
     shape = (*(1,) * (len(p.batch) + 3 - len(p.bias_shape)), *p.bias_shape)
-    if not (p.inner_heads and in_place):
-        return torch.empty(shape, dtype=p.bias_dtype, device="meta")
+    if not p.inner_heads:
+        return _empty(shape, p.bias_dtype)
     *lead, heads, rows, keys = shape
-    return torch.empty(*lead, rows, keys, heads, dtype=p.bias_dtype, device="meta").movedim(-1, -3)
+    return _empty((*lead, rows, keys, heads), p.bias_dtype).movedim(-1, -3)
 
 
-def _tensors(p: Problem, in_place: bool) -> Tensors:
+def _tensors(p: Problem) -> Tensors:
+    """The tensors of a call; a mask and weights differ by sequence and not by head."""
     assert p.batch is not None and p.seq_q is not None and p.seq_k is not None
     q, k, v = (
-        torch.empty(*p.batch, heads, rows, dim, dtype=p.dtype, device="meta")
+        _empty((*p.batch, heads, rows, dim), p.dtype)
         for heads, rows, dim in (
             (p.heads_q, p.seq_q, p.head_dim),
             (p.heads_k, p.seq_k, p.head_dim),
             (p.heads_k, p.seq_k, p.head_dim_v),
         )
     )
-    mask = torch.empty(*p.batch, 1, 1, p.seq_k, dtype=torch.bool, device="meta") if p.mask else None
-    return Tensors(q, k, v, _bias(p, in_place), mask=mask)
+    rows = p.seq_q if p.mask_by_query else 1
+    return Tensors(
+        q,
+        k,
+        v,
+        _bias(p),
+        key_weight=_empty((*p.batch, 1, p.seq_k), torch.float32) if p.key_weight else None,
+        mask=_empty((*p.batch, 1, rows, p.seq_k), torch.bool) if p.mask else None,
+        alibi_slopes=_empty((p.heads_q,), torch.float32) if p.alibi else None,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,7 +56,7 @@ def kernels(problem: Problem, backward: bool) -> tuple[str, ...]:
     """The kernels of the forward, or of the gradients, in the order of their launches (:mod:`~.rehearsal`).
 
     They are () if no kernel takes the call, if a size is not known, or if no library is here. Packed, paged and 8-bit
-    calls have other descriptions and get (). A mask is taken for one of keys.
+    calls have other descriptions and get ().
     """
     p = problem
     sizes = (*(p.batch or ()), p.seq_q or 0, p.seq_k or 0, p.heads_q, p.heads_k)
@@ -52,16 +65,10 @@ def kernels(problem: Problem, backward: bool) -> tuple[str, ...]:
     window = p.window_left, p.window_right
     scale = p.head_dim**-0.5  # the usual one; csrc/sm90/triangle_fwd takes none above ln 2
     scalars = Scalars(-1, -1, scale, p.softcap, *window, p.lower_right, 0.0, p.precision, p.deterministic)
-    need = NEED_Q | NEED_K | NEED_V | (NEED_BIAS if p.bias_grad else 0)
+    wanted = NEED_Q | NEED_K | NEED_V | (NEED_BIAS if p.bias_grad else 0)
     device = torch.device(p.device_type)
-    for in_place in (True, False) if p.inner_heads else (False,):
-        with decisions.unobserved():
-            tensors = _tensors(p, in_place)
-            found = decisions.forward(tensors, scalars, device=device)
-            if in_place and not any(name.startswith("sm90/pair/") for name in found or ()):
-                continue
-            if backward:
-                saved = Saved(tensors, *fake_forward(tensors), scalars)
-                found = decisions.backward(saved, need, device=device)
-        return found or ()
-    return ()
+    with decisions.unobserved():
+        rows, found = naming.as_read(_tensors(p), scalars, wanted if p.requires_grad else 0, device)
+        if backward:
+            found = decisions.backward(Saved(rows, *fake_forward(rows), scalars), wanted, device=device)
+    return found or ()

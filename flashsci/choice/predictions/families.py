@@ -45,6 +45,8 @@ TILINGS = {
     "sm90/triangle_bwd": Tiling(64, 128, grid="keys"),
     "triton/small": Tiling(32, 32, 0, grid="heads"),
 }
+#: Kernels of the library that prepare operands, before those of a family.
+PREPARING = "sm80/weights"
 #: Head dims and lengths of Triton's backward of a whole sequence by one program (flashsci/backends/triton/tilings.py).
 SMALL_LENGTH, SMALL_WIDTH = 64, 128
 #: Up to so many queries SDPA's kernels divide the keys among processors.
@@ -110,7 +112,7 @@ def _of_cuda(p: Problem, backward: bool) -> tuple[str | None, int, bool]:
     kernels = kernels_of(p, backward)
     if not kernels:
         return None, 0, False
-    folder = kernels[0].rpartition("/")[0]
+    folder = next(kernel for kernel in kernels if not kernel.startswith(PREPARING)).rpartition("/")[0]
     short = any("/backward_short" in kernel for kernel in kernels)
     sums = any("dbias" in kernel for kernel in kernels)
     return f"{folder}/short" if short else folder, len(kernels), sums

@@ -12,8 +12,10 @@ from typing import Any
 from flashsci.call.problem import Problem
 from flashsci.choice.preferences import features
 
-#: Features (flashsci/choice/preferences) of which each value must have been seen. Others are: ALiBi, a softcap of biased scores, sinks and settings.
+#: Features (flashsci/choice/preferences) of which each value must have been seen.
 NAMED = ("aligned", "bias", "inner_heads", "bias_grad", "mask", "mask_by_query", "key_weight", "dropout", "softcap")
+#: Properties of a Problem of which each value must have been seen.
+OTHERS = ("alibi", "caps_bias", "sink", "deterministic", "mask_tiles", "return_lse")
 #: Head dims between the least and the largest that were seen.
 RANGE = "head_dim"
 
@@ -21,10 +23,8 @@ RANGE = "head_dim"
 def words(p: Problem) -> dict[str, Any]:
     """The features of a call on which its kernels branch."""
     found = features(p)
-    others = (
-        p.alibi or p.caps_bias or p.sink or p.deterministic or p.precision != "default" or p.mask_tiles or p.return_lse
-    )
-    return {name: found[name] for name in (*NAMED, RANGE)} | {"others": others}
+    others = {name: bool(getattr(p, name)) for name in OTHERS}
+    return {name: found[name] for name in (*NAMED, RANGE)} | others | {"precision": p.precision}
 
 
 def collected(kinds: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -17,9 +17,11 @@ class Work(NamedTuple):
     programs: float  # programs one after the other on a processor
     products: float  # of tensor cores
     deep: float  # the same times the head dim over 128: wide heads leave fewer registers
+    wide: float  # products of head dims above 128
     unaligned: float  # products with rows that no vector load fits
     scores: float  # one operation of a lane for each score
-    biased: float  # the same for scores that have a bias or a mask of their own
+    biased: float  # the same for scores that have a bias of their own
+    masked: float  # for scores that have a mask of their own
     modified: float  # for each other modification of scores
     summed: float  # for scores whose gradients are summed to that of a bias
     memory: float  # bytes from and to memory
@@ -84,7 +86,6 @@ def work_of(p: Problem, backend: str, family: Family, backward: bool, device: De
     # A processor without a program waits for the others.
     waits = 1.0 if tiling.grid == "split" else max(1.0, (turns + math.ceil(turns)) / 2) / turns
     lane = waits * all_scores / device.lanes
-    own = has_own_bias(p) + p.mask_by_query
     others = sum(
         (
             p.bias and not has_own_bias(p),
@@ -106,9 +107,11 @@ def work_of(p: Problem, backend: str, family: Family, backward: bool, device: De
         programs=max(1.0, turns),
         products=products,
         deep=products * sum(dims) / 256,
+        wide=products if max(p.head_dim, p.head_dim_v) > 128 else 0.0,
         unaligned=products if p.head_dim % 8 or p.head_dim_v % 8 else 0.0,
         scores=lane,
-        biased=own * lane,
+        biased=has_own_bias(p) * lane,
+        masked=p.mask_by_query * lane,
         modified=others * lane,
         summed=lane if backward and family.sums else 0.0,
         memory=moved / device.bytes,

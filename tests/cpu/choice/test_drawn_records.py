@@ -116,7 +116,7 @@ def test_drawn_records_are_samples_of_passes(tmp_path):
         ("triton/dense backward, 16 bits", 70.0),
     ]
     assert [s.words["mask_by_query"] for s in found] == [False, False, True]
-    assert found[2].work.biased == found[2].work.scores and found[2].work.modified == found[0].work.biased == 0
+    assert found[2].work.masked == found[2].work.scores and found[2].work.modified == found[0].work.masked == 0
     assert choosing.measured(tiled).problem.mask_tiles
     assert found[0].groups["suite"] == "seed 1"
     assert [s.time for s in of_drawn(path, lambda sample: 90.0)] == [40.0]  # too little is left to say anything

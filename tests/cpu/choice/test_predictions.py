@@ -96,8 +96,8 @@ def test_a_mask_with_rows_of_its_own_has_no_evidence_from_padding():
     assert known.lacks(rows) == "no record has such mask_by_query"
     for backend in ("cuda", "triton"):
         work = [work_of(p, backend, families.family_of(p, backend, False), False, H200) for p in (padding, rows)]
-        assert work[0].biased == 0 < work[0].modified == work[1].biased
-        assert work[1].modified == 0
+        assert work[0].masked == 0 < work[0].modified == work[1].masked
+        assert work[1].modified == work[1].biased == 0
 
 
 def test_times_scale_with_the_figures_of_a_device():
