@@ -80,6 +80,8 @@ def pays(tensors: Tensors) -> bool:
     mask, k = tensors.mask, tensors.k
     if mask is None or mask.dim() < 2 or is_traced() or tensors.cu_seqlens_q is not None:
         return False
+    if certainly(tiles(mask.shape[-2]) * tiles(mask.shape[-1]) == 1):  # there is no other tile to go on to
+        return False
     scores = tensors.q.shape[:-1].numel() * k.shape[-2]
     if not (certainly(mask.shape[-1] == k.shape[-2]) and certainly(scores >= FEWEST_SCORES)):
         return False

@@ -10,24 +10,31 @@ import torch
 from flashsci.call.problem import Problem
 
 
+#: Head dims for which kernels are compiled: the smallest that holds both serves a call, unless a family pads them apart.
+OF_16_BITS, OF_32_BITS, OF_HOPPER = (32, 64, 96, 128, 192, 256), (16, 32, 64, 128, 256), (64, 96, 128, 192, 256)
+
+
 class Tiling(NamedTuple):
     """The sizes to which a family rounds lengths and head dims up."""
 
     queries: int
     keys: int
-    dim: int = 16  # a multiple of it; 0: one power of two, or the sum of two
+    dims: int | tuple[int, ...] = (
+        16  # a multiple of it, or the first that holds a head dim; 0: a power of two, or the sum of two
+    )
     fixed: bool = True  # else shorter lengths get shorter tiles, down to 16
     grid: str = "queries"  # programs are tiles of "queries" or of "keys", "heads" or "split" over all processors
     skips: bool = True  # tiles that a band hides
+    apart: bool = True  # q and v may have different head dims
 
 
 #: By the folder of csrc, or the kernels of a backend; forward kernels first.
 TILINGS = {
-    "sm80/small": Tiling(16, 16, grid="heads"),
-    "sm80/fwd": Tiling(64, 64),
-    "sm80/fwd_fp32": Tiling(64, 32),
-    "sm90/fwd": Tiling(128, 128, 32),
-    "sm90/decode": Tiling(16, 64, grid="split"),
+    "sm80/small": Tiling(16, 16, OF_32_BITS, grid="heads", apart=False),
+    "sm80/fwd": Tiling(64, 64, OF_16_BITS, apart=False),
+    "sm80/fwd_fp32": Tiling(64, 32, OF_32_BITS, apart=False),
+    "sm90/fwd": Tiling(128, 128, OF_HOPPER, apart=False),
+    "sm90/decode": Tiling(16, 64, OF_32_BITS, grid="split", apart=False),
     "sm90/triangle_fwd": Tiling(128, 64),
     "sm90/pair": Tiling(32, 32, fixed=False),
     "triton/dense": Tiling(128, 64, 0, fixed=False),
@@ -38,10 +45,10 @@ TILINGS = {
     "sdpa/efficient": Tiling(64, 64, 32),
     "sdpa/masked": Tiling(64, 64, 32, skips=False),
     "eager": Tiling(16, 16, grid="split", skips=False),
-    "sm80/bwd": Tiling(64, 64, grid="keys"),
-    "sm80/bwd_fp32": Tiling(32, 32, grid="keys"),
-    "sm80/bwd_fp32/short": Tiling(32, 32, grid="keys"),
-    "sm90/bwd": Tiling(64, 128, 32, grid="keys"),
+    "sm80/bwd": Tiling(64, 64, OF_16_BITS, grid="keys", apart=False),
+    "sm80/bwd_fp32": Tiling(32, 32, OF_32_BITS, grid="keys", apart=False),
+    "sm80/bwd_fp32/short": Tiling(32, 32, OF_32_BITS, grid="keys", apart=False),
+    "sm90/bwd": Tiling(64, 128, OF_HOPPER, grid="keys"),
     "sm90/triangle_bwd": Tiling(64, 128, grid="keys"),
     "triton/small": Tiling(32, 32, 0, grid="heads"),
 }
@@ -61,14 +68,23 @@ def bits_of(p: Problem, backend: str) -> int:
     return 8 * max(p.dtype.itemsize, wider)
 
 
-def padded(dim: int, step: int) -> int:
-    """A head dim as a family computes it."""
-    if step:
-        return -(-dim // step) * step
+def padded(dim: int, dims: int | tuple[int, ...]) -> int:
+    """A head dim as a family computes it, by :attr:`Tiling.dims`."""
+    if isinstance(dims, tuple):
+        return next((size for size in dims if size >= dim), dim)
+    if dims:
+        return -(-dim // dims) * dims
     dim = max(16, -(-dim // 16) * 16)
     power = 1 << (dim.bit_length() - 1)
     rest = dim - power
     return power if not rest else power + (1 << (rest - 1).bit_length())
+
+
+def head_dims(p: Problem, tiling: Tiling) -> tuple[int, int]:
+    """The head dims of q and v as a family computes them."""
+    dims = p.head_dim, p.head_dim_v
+    first, second = dims if tiling.apart else (max(dims), max(dims))
+    return padded(first, tiling.dims), padded(second, tiling.dims)
 
 
 def _of_triton(p: Problem, backward: bool) -> str:

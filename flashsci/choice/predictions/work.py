@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flashsci.call.problem import Problem, pairs_of
 from flashsci.choice.predictions.devices import Device
-from flashsci.choice.predictions.families import TILINGS, Family, Tiling, bits_of, padded
+from flashsci.choice.predictions.families import TILINGS, Family, Tiling, bits_of, head_dims
 
 
 class Work(NamedTuple):
@@ -77,7 +77,7 @@ def work_of(p: Problem, backend: str, family: Family, backward: bool, device: De
     tiling = TILINGS[family.name]
     heads = math.prod(p.batch) * p.heads_q
     all_scores = heads * _scores(p, tiling)
-    dims = padded(p.head_dim, tiling.dim), padded(p.head_dim_v, tiling.dim)
+    dims = head_dims(p, tiling)
     flops = 2 * all_scores * (3 * dims[0] + 2 * dims[1] if backward else sum(dims))
     if bits_of(p, backend) == 32:
         flops *= 3  # three products of halves
@@ -107,7 +107,7 @@ def work_of(p: Problem, backend: str, family: Family, backward: bool, device: De
         programs=max(1.0, turns),
         products=products,
         deep=products * sum(dims) / 256,
-        wide=products if max(p.head_dim, p.head_dim_v) > 128 else 0.0,
+        wide=products if max(dims) > 128 else 0.0,
         unaligned=products if p.head_dim % 8 or p.head_dim_v % 8 else 0.0,
         scores=lane,
         biased=has_own_bias(p) * lane,
