@@ -9,7 +9,6 @@ import torch
 
 from flashsci.call.problem import Problem
 
-
 #: Head dims for which kernels are compiled: the smallest that holds both serves a call, unless a family pads them apart.
 OF_16_BITS, OF_32_BITS, OF_HOPPER = (32, 64, 96, 128, 192, 256), (16, 32, 64, 128, 256), (64, 96, 128, 192, 256)
 
