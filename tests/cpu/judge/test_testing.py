@@ -42,7 +42,6 @@ def test_variants_are_few_and_cover_much():
         "bias_float",
         "bias_grad",
         "key_weight_grad",
-        "alibi_grad",
         "mask",
         "window",
         "softcap",
