@@ -11,6 +11,7 @@ from flashsci.call.problem import Problem
 
 #: Head dims for which kernels are compiled: the smallest that holds both serves a call, unless a family pads them apart.
 OF_16_BITS, OF_32_BITS, OF_HOPPER = (32, 64, 96, 128, 192, 256), (16, 32, 64, 128, 256), (64, 96, 128, 192, 256)
+OF_DECODING, OF_SMALL = (64, 128, 256), (16, 32, 64)
 
 
 class Tiling(NamedTuple):
@@ -29,11 +30,11 @@ class Tiling(NamedTuple):
 
 #: By the folder of csrc, or the kernels of a backend; forward kernels first.
 TILINGS = {
-    "sm80/small": Tiling(16, 16, OF_32_BITS, grid="heads", apart=False),
+    "sm80/small": Tiling(16, 16, OF_SMALL, grid="heads", apart=False),
     "sm80/fwd": Tiling(64, 64, OF_16_BITS, apart=False),
     "sm80/fwd_fp32": Tiling(64, 32, OF_32_BITS, apart=False),
     "sm90/fwd": Tiling(128, 128, OF_HOPPER, apart=False),
-    "sm90/decode": Tiling(16, 64, OF_32_BITS, grid="split", apart=False),
+    "sm90/decode": Tiling(16, 64, OF_DECODING, grid="split", apart=False),
     "sm90/triangle_fwd": Tiling(128, 64),
     "sm90/pair": Tiling(32, 32, fixed=False),
     "triton/dense": Tiling(128, 64, 0, fixed=False),

@@ -69,13 +69,13 @@ def test_a_time_extrapolates_sanely(backend, backward, dtype):
     # Twice the batch of a call that fills a GPU takes twice as long, up to launches.
     many = [time_of(replace(p, batch=(n,)), backend, backward) for n in (50_000, 100_000)]
     assert many[1] / many[0] == pytest.approx(2, rel=0.01)
-    # Products of head dim 250 are those of 256, and four times or more those of 24, which kernels pad to 32 or 64.
+    # Products of head dim 250 are those of 256, and ten times those of 24, which Hopper's kernels pad to 64.
     work = [
         work_of(one, backend, families.family_of(one, backend, backward), backward, H200)
         for one in (replace(p, head_dim=n, head_dim_v=n) for n in (24, 250, 256))
     ]
     assert work[1].products == pytest.approx(work[2].products)
-    assert work[1].products > 3.99 * work[0].products
+    assert work[1].products >= (4 if backend == "cuda" else 7) * work[0].products
     assert work[1].unaligned > 0 == work[2].unaligned
 
 
