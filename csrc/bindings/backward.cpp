@@ -63,7 +63,9 @@ bool is_short(const FlashsciBackwardParams& p) {
 // hides scores: they clear dense memory then.
 bool has_pitch(const Tensor& x, const Call& call) {
   const int rank = static_cast<int>(x.dim());
-  if (rank < 2 || call.options.window_left >= 0 || call.options.window_right >= 0) return false;
+  if (rank < 2 || call.cu_seqlens_q.has_value() || call.options.window_left >= 0 ||
+      call.options.window_right >= 0)
+    return false;
   const View view(x);
   for (int i = 0; i < kMaxRank - 1; ++i)
     if (view.size[i] != call.q_view.size[i]) return false;
@@ -78,6 +80,12 @@ Tensor empty_bias_gradient(const Tensor& bias, const Call& call) {
   return has_pitch(bias, call)
              ? empty_pitched(rank, bias.sizes().data(), 8, dtype_of(bias), call.device)
              : empty_contiguous(rank, bias.sizes().data(), dtype_of(bias), call.device);
+}
+
+// The gradient of slopes of ALiBi as sums over keys, [B0, B1, Hq, Sq].
+Tensor empty_slope_sums(const Tensor& lse, const Call& call) {
+  return empty_contiguous(static_cast<int>(lse.dim()), lse.sizes().data(), dtypes().single,
+                          call.device);
 }
 
 // Launches with the addresses of this call in `p`.
@@ -112,10 +120,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t window_left,
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
     int64_t need, bool weighted, bool slopes, bool caps_bias,
-    const std::optional<Tensor>& dropout_seed, double dropout_p) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,       window_left,
-                        window_right, lower_right,  tf32,  weighted,      slopes,
-                        caps_bias,    generation,   false, &dropout_seed, dropout_p};
+    const std::optional<Tensor>& dropout_seed, double dropout_p,
+    const std::optional<Tensor>& bias_offsets) {
+  const Options options{max_seqlen_q, max_seqlen_k,  scale,       softcap,
+                        window_left,  window_right,  lower_right, tf32,
+                        weighted,     slopes,        caps_bias,   generation,
+                        false,        &dropout_seed, dropout_p,   &bias_offsets};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   Backward prepared = prepare(call, dout, dlse, out, lse, deterministic);
   FlashsciBackwardParams& p = prepared.params;
@@ -139,7 +149,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   Tensor dq = gradient(q, kQ, p.dq, p.dq_strides);
   Tensor dk = gradient(k, kK, p.dk, p.dk_strides);
   Tensor dv = gradient(v, kV, p.dv, p.dv_strides);
-  FLASHSCI_CHECK(!(slopes && (need & kBias)), "alibi_slopes have no gradient here");
   const bool need_bias = bias.has_value() && (need & kBias);
   const int32_t bias_dtype = bias.has_value() ? dtype_of(*bias) : call.dtype;
   const int64_t none[] = {0};
@@ -147,10 +156,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   const auto write_to = [&](Tensor made) {
     dbias = std::move(made);
     p.dbias = dbias.mutable_data_ptr();
-    p.dbias_strides = View(dbias).pair_strides();
+    p.dbias_strides = call.bias.has_value() && call.cu_seqlens_q.has_value()
+                          ? ragged_strides(dbias)
+                          : View(dbias).pair_strides();
   };
   const auto write_row_major = [&] {
-    if (need_bias) write_to(empty_bias_gradient(*bias, call));
+    if (need_bias)
+      write_to(slopes ? empty_slope_sums(lse, call) : empty_bias_gradient(*bias, call));
   };
   // Without a score every gradient is zero, also that of a bias that the batch shares: no kernel
   // has a block that would write it.
@@ -161,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_backward(
   } else {
     void* stream = current_stream(call.device);
     cudaError_t error = cudaErrorNotSupported;
-    if (need_bias && takes_pairs(Prepared<FlashsciForwardParams>(call))) {
+    if (need_bias && !slopes && takes_pairs(Prepared<FlashsciForwardParams>(call))) {
       write_to(empty_in_order(*bias, bias_dtype, call.device));
       error = launch(prepared, p, stream);
     }
@@ -184,12 +196,13 @@ std::string cuda_backward_kernels(
     int64_t window_right, bool lower_right, bool tf32, bool deterministic, int64_t generation,
     int64_t need, bool weighted, int64_t capability, int64_t processors, int64_t shared_per_sm,
     int64_t shared_per_block, bool slopes, bool caps_bias,
-    const std::optional<Tensor>& dropout_seed, double dropout_p) {
+    const std::optional<Tensor>& dropout_seed, double dropout_p,
+    const std::optional<Tensor>& bias_offsets) {
   return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
     cuda_backward(dout, dlse, q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, out, lse,
                   max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
                   lower_right, tf32, deterministic, generation, need, weighted, slopes, caps_bias,
-                  dropout_seed, dropout_p);
+                  dropout_seed, dropout_p, bias_offsets);
   });
 }
 
@@ -246,7 +259,8 @@ Tensor cuda_prepared_backward(const std::optional<Tensor>& dout, const std::opti
   if (dk.has_value()) p.dk_strides = check_gradient(*dk, k, "dk").strides();
   if (dv.has_value()) p.dv_strides = check_gradient(*dv, v, "dv").strides();
   if (dbias.has_value()) {
-    FLASHSCI_CHECK(bias.has_value() && !slopes, "dbias without a bias");
+    FLASHSCI_CHECK(bias.has_value() && !slopes,
+                   "dbias without a bias; cuda_backward has the gradient of alibi_slopes");
     p.dbias_strides = check_pairs(*dbias, *bias, call).pair_strides();
   }
   return kept_by_python(prepared);

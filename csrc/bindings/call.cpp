@@ -32,6 +32,30 @@ void check_bias_mask(const Tensor& bias_mask, const char* name, const Call& call
         name, " ", shape_of(bias_mask), " does not broadcast to the scores of ", call.shapes());
 }
 
+// A bias of a packed call: [Hb, pairs] with the starts of blocks, or [Hb, 1, Tk]; Hb is 1 or Hq.
+void check_ragged(const Tensor& bias, const Call& call) {
+  FLASHSCI_CHECK(is_on(bias, call.device), "bias must be on the device of q");
+  const bool by_pairs = call.options.has_bias_offsets();
+  const int64_t last = bias.dim() - 1;
+  FLASHSCI_CHECK(bias.dim() == (by_pairs ? 2 : 3) &&
+                     (by_pairs || (bias.size(1) == 1 && bias.size(2) == call.k_view.size[3])),
+                 "a packed bias must be [Hq or 1, pairs] with bias_offsets, or [Hq or 1, 1, Tk] "
+                 "without, got ",
+                 shape_of(bias), " beside ", call.shapes());
+  FLASHSCI_CHECK(bias.size(0) == 1 || bias.size(0) == call.q_view.size[2], "bias ", shape_of(bias),
+                 " does not broadcast to the heads of ", call.shapes());
+  FLASHSCI_CHECK(bias.stride(last) == 1 || bias.size(last) <= 1,
+                 "the keys of a packed bias must be neighbours in memory; call .contiguous()");
+  if (!by_pairs) return;
+  const Tensor& starts = **call.options.bias_offsets;
+  FLASHSCI_CHECK(is_on(starts, call.device), "bias_offsets must be on the device of q");
+  FLASHSCI_CHECK(dtype_of(starts) == dtypes().int64 && starts.dim() == 1 &&
+                     starts.size(0) == call.num_seqs + 1 &&
+                     (starts.stride(0) == 1 || starts.size(0) == 1),
+                 "bias_offsets must be a contiguous int64 vector of N + 1 block starts, got shape ",
+                 shape_of(starts));
+}
+
 // Slopes of ALiBi: each dim 1 or that of [B0, B1, Hq, 1, 1], or of [N, Hq, 1, 1] for packed calls.
 void check_slopes(const Tensor& slopes, const Call& call) {
   const bool packed = call.cu_seqlens_q.has_value();
@@ -139,6 +163,9 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
                    "cu_seqlens_q and cu_seqlens_k must have the same length");
     FLASHSCI_CHECK(num_seqs <= FLASHSCI_MAX_SEQ, "too many sequences");
   }
+  FLASHSCI_CHECK(!options.has_bias_offsets() || (bias.has_value() && cu_seqlens_q.has_value() &&
+                                                 !options.slopes && !options.weighted),
+                 "bias_offsets belong to a bias of packed calls");
   FLASHSCI_CHECK(!(options.slopes && (options.weighted || !bias.has_value())),
                  "alibi_slopes stand in the place of a bias, without key weights");
   FLASHSCI_CHECK(!options.weighted || bias.has_value(),
@@ -148,7 +175,10 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
   } else if (options.weighted) {
     check_weights(*bias, *this);
   } else if (bias.has_value()) {
-    check_bias_mask(*bias, "bias", *this);
+    if (cu_seqlens_q.has_value())
+      check_ragged(*bias, *this);
+    else
+      check_bias_mask(*bias, "bias", *this);
     const int32_t bias_dtype = dtype_of(*bias);
     FLASHSCI_CHECK(bias_dtype == dtype || bias_dtype == dtypes().single,
                    "bias must have q's dtype or float32");
@@ -157,6 +187,17 @@ Call::Call(const Tensor& q, const Tensor& k, const Tensor& v, const std::optiona
     check_bias_mask(*mask, "mask", *this);
     FLASHSCI_CHECK(dtype_of(*mask) == dtypes().boolean, "mask must be bool");
   }
+}
+
+FlashsciScoreStrides ragged_strides(const Tensor& bias) {
+  return {0, 0, bias.size(0) == 1 ? 0 : bias.stride(0), 0, 1};
+}
+
+void Call::describe_ragged(FlashsciBiasMask& bias_mask) const {
+  bias_mask.bias_strides = ragged_strides(*bias);
+  if (!options.has_bias_offsets()) return;
+  bias_mask.mask_strides.batch0 = reinterpret_cast<intptr_t>(address_of(**options.bias_offsets));
+  bias_mask.mask_strides.batch1 = bias->size(1);
 }
 
 FlashsciDropout Call::dropout() const {

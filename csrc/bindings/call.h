@@ -6,6 +6,7 @@
 #pragma once
 #include "../include/flashsci_alibi.h"
 #include "../include/flashsci_dropout.h"
+#include "../include/flashsci_ragged.h"
 #include "../include/flashsci_small.h"
 #include "../include/flashsci_weights.h"
 #include "rehearse.h"
@@ -25,6 +26,9 @@ struct Options {
   bool fp8 = false;    // q, k, v are float8_e4m3fn
   const std::optional<Tensor>* dropout_seed = nullptr;  // int64 [2]
   double dropout_p = 0;
+  const std::optional<Tensor>* bias_offsets = nullptr;  // of a packed bias per pair: int64 [N + 1]
+
+  bool has_bias_offsets() const { return bias_offsets != nullptr && bias_offsets->has_value(); }
 };
 
 // References into the arguments of an op; lives as long as its call.
@@ -68,6 +72,8 @@ struct Call {
       FlashsciScoreStrides& strides = p.bias_mask.bias_strides = View(*bias).pair_strides();
       if (options.slopes && cu_seqlens_q.has_value())
         strides.batch0 = strides.batch1, strides.batch1 = 0;
+      else if (cu_seqlens_q.has_value())
+        describe_ragged(p.bias_mask);
       p.bias_mask.capped =
           options.caps_bias && !options.weighted && static_cast<float>(options.softcap) != 0.f;
       p.bias_mask.bias_is_fp32 = options.weighted ? FLASHSCI_KEY_WEIGHTS
@@ -96,11 +102,17 @@ struct Call {
     p.shared_per_sm = describe(device).shared_per_sm;
   }
 
+  // The fields of flashsci_ragged.h.
+  void describe_ragged(FlashsciBiasMask& bias_mask) const;
+
   static int32_t clamp_int32(int64_t value) {
     return static_cast<int32_t>(
         std::clamp<int64_t>(value, -1, std::numeric_limits<int32_t>::max()));
   }
 };
+
+// The strides of a bias of a packed call, and of its gradient (flashsci_ragged.h).
+FlashsciScoreStrides ragged_strides(const Tensor& bias);
 
 // Checks out, dout or a gradient of them: shape [B0, B1, Hq, Sq, Dv] in q's dtype, last dim
 // contiguous.
@@ -114,7 +126,8 @@ struct Kernels {
   int (*backward)(const FlashsciBackwardParams*, FlashsciStream);
   int64_t (*workspace)(const FlashsciBackwardParams*);
   int (*takes_pairs)(const FlashsciForwardParams*);  // or null: no unit of csrc/sm90/pair
-  bool takes_weights, takes_slopes;
+  bool takes_weights;
+  bool takes_slopes;  // of ALiBi, and a bias of packed calls
   // Or null: those above, which then are null, have calls without dropout.
   int (*forward_dropping)(const FlashsciForwardParams*, const FlashsciDropout*, FlashsciStream);
   int (*backward_dropping)(const FlashsciBackwardParams*, const FlashsciDropout*, FlashsciStream);
@@ -167,7 +180,9 @@ struct Prepared {
       if (generation != 0 && generation != unit) continue;
       if (params.bias_mask.bias_is_fp32 == FLASHSCI_KEY_WEIGHTS && !kernels->takes_weights)
         continue;
-      if (params.bias_mask.bias_is_fp32 == FLASHSCI_ALIBI_SLOPES && !kernels->takes_slopes)
+      const bool packed_bias = params.cu_seqlens_q != nullptr && params.bias_mask.bias != nullptr;
+      if ((packed_bias || params.bias_mask.bias_is_fp32 == FLASHSCI_ALIBI_SLOPES) &&
+          !kernels->takes_slopes)
         continue;
       if (params.bias_mask.capped && unit != 80) continue;
       // Hopper's instructions have no successor. The PTX of the others runs on everything newer;

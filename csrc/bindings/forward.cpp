@@ -42,10 +42,12 @@ std::tuple<Tensor, Tensor> cuda_forward(
     const std::optional<Tensor>& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
     double scale, double softcap, int64_t window_left, int64_t window_right, bool lower_right,
     bool tf32, int64_t generation, bool weighted, bool slopes, bool caps_bias,
-    const std::optional<Tensor>& dropout_seed, double dropout_p) {
-  const Options options{max_seqlen_q, max_seqlen_k, scale, softcap,       window_left,
-                        window_right, lower_right,  tf32,  weighted,      slopes,
-                        caps_bias,    generation,   false, &dropout_seed, dropout_p};
+    const std::optional<Tensor>& dropout_seed, double dropout_p,
+    const std::optional<Tensor>& bias_offsets) {
+  const Options options{max_seqlen_q, max_seqlen_k,  scale,       softcap,
+                        window_left,  window_right,  lower_right, tf32,
+                        weighted,     slopes,        caps_bias,   generation,
+                        false,        &dropout_seed, dropout_p,   &bias_offsets};
   const Call call(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, options);
   const OnDevice on_device(call.device);
   Tensor out = empty_like_layout(q, call.v_view.size[4], call.dtype, call.device);
@@ -74,11 +76,12 @@ std::string cuda_forward_kernels(
     double scale, double softcap, int64_t window_left, int64_t window_right, bool lower_right,
     bool tf32, int64_t generation, bool weighted, int64_t capability, int64_t processors,
     int64_t shared_per_sm, int64_t shared_per_block, bool slopes, bool caps_bias,
-    const std::optional<Tensor>& dropout_seed, double dropout_p) {
+    const std::optional<Tensor>& dropout_seed, double dropout_p,
+    const std::optional<Tensor>& bias_offsets) {
   return rehearse(capability, processors, shared_per_sm, shared_per_block, [&] {
     cuda_forward(q, k, v, bias, mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale,
                  softcap, window_left, window_right, lower_right, tf32, generation, weighted,
-                 slopes, caps_bias, dropout_seed, dropout_p);
+                 slopes, caps_bias, dropout_seed, dropout_p, bias_offsets);
   });
 }
 

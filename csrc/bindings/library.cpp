@@ -25,9 +25,11 @@ STABLE_TORCH_LIBRARY(flashsci, m) {
   "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, " \
   "SymInt window_right, bool lower_right, bool tf32, "
   // weighted: `bias` holds weights of keys instead of biases, and `dbias` is their gradient. slopes:
-  // it holds slopes of ALiBi. caps_bias: the softcap bounds scores with either.
+  // it holds slopes of ALiBi. caps_bias: the softcap bounds scores with either. bias_offsets: the
+  // starts of the blocks of a packed bias per pair.
 #define KINDS_OF_BIAS "bool slopes=False, bool caps_bias=False"
-#define FEATURES KINDS_OF_BIAS ", Tensor? dropout_seed=None, float dropout_p=0.0"
+#define FEATURES \
+  KINDS_OF_BIAS ", Tensor? dropout_seed=None, float dropout_p=0.0, Tensor? bias_offsets=None"
   m.def("cuda_forward(" TENSORS SCALARS "int generation, bool weighted=False, " FEATURES
         ") -> (Tensor out, Tensor lse)");
   m.def("cuda_backward(Tensor? dout, Tensor? dlse, " TENSORS "Tensor out, Tensor lse, " SCALARS

@@ -98,8 +98,8 @@ def attention(
         alibi_slopes: ALiBi: adds ``-slope |i + shift - j|`` to the scores, in addition to the bias. The shift is
             where ``align`` puts the diagonal: ``Sk - Sq`` for "lower_right" (as flash-attn), 0 for "upper_left".
             float32, broadcastable to ``[..., Hq]``, such as ``[Hq]`` or ``[B, Hq]``. Learnt slopes have a gradient in
-            the triton backend, by one more pass. Further derivatives by them, and those in a call with a sink, under a
-            transform or in a compiled program, are the reference's; for other backends write ALiBi as a bias.
+            the triton and cuda backends, by one more pass. Further derivatives by them, and those in a call with a sink,
+            under a transform or in a compiled program, are the reference's; for other backends write ALiBi as a bias.
         sink: ``[Hq]``, one more logit per head in the softmax, without a value: it takes its share of the probability
             from all keys. q's dtype or float32, -inf for none. Scale, softcap, bias and mask do not affect it. The
             lse includes it. A row with no key has out 0 and lse ``sink``.

@@ -123,9 +123,10 @@ def named(declaration: type, *roles: Role) -> tuple[str, ...]:
 _FP32, _INT32, _INT64 = torch.float32, torch.int32, torch.int64
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NO_LOG = "SDPA takes key_weight as its logarithm, whose derivative at zero is lost"
-_NO_SLOPES = (
-    "ALiBi slopes have no derivative in the Triton kernels but the gradient of an eager call without sink and pair_gate; "
-    "detach them, or write learnt ones as a bias"
+_NO_SLOPES = dict.fromkeys(
+    ("triton", "cuda"),
+    "ALiBi slopes have no derivative in these kernels but the gradient of an eager call without sink and pair_gate; "
+    "detach them, or write learnt ones as a bias",
 )
 
 OFFSETS = Argument(Role.INDEX, PLACES, (_INT32,))
@@ -139,7 +140,7 @@ Bias = Annotated[Tensor | None, Argument(Role.SCORES, EVERY, (None, _FP32), wide
 KeyWeight = Annotated[Tensor | None, Argument(Role.KEYS, EVERY._replace(lacking={"sdpa": _NO_LOG}), (None, _FP32))]
 Mask = Annotated[Tensor | None, Argument(Role.SCORES, PLACES, (torch.bool,))]
 MaskTiles = Annotated[Tensor | None, Argument(Role.TILES, PLACES, (_INT32,))]
-Slopes = Annotated[Tensor | None, Argument(Role.HEADS, EVERY._replace(lacking={"triton": _NO_SLOPES}), (_FP32,))]
+Slopes = Annotated[Tensor | None, Argument(Role.HEADS, EVERY._replace(lacking=_NO_SLOPES), (_FP32,))]
 Sink = Annotated[Tensor | None, Argument(Role.LOGITS, EVERY, (None, _FP32))]
 PairGate = Annotated[Tensor | None, Argument(Role.SCORES, EVERY, (None, _FP32))]
 Gate = Annotated[Tensor, Argument(Role.SCORES, EVERY, (None, _FP32))]

@@ -1,7 +1,8 @@
 """The gradient of ALiBi slopes: one more pass over the scores, in the backward of calls whose slopes are learnt.
 
-With dS the gradient of the scores, the slope of a head has the gradient -sum_ij dS_ij |i + shift - j|. Triton computes the
-sums over keys (``slope_sums`` of flashsci/backends/triton/plans/dense.py). The other gradients are those of any call.
+With dS the gradient of the scores, the slope of a head has the gradient -sum_ij dS_ij |i + shift - j|. The backend of the
+other gradients, which are those of any call, computes the sums over keys: ``slope_sums`` of flashsci/backends/cuda and of
+flashsci/backends/triton/plans/dense.py.
 
 A backward that is recorded for a derivative of its own, or whose tensors are not ordinary ones, goes through the reference
 instead, which has every order.
@@ -30,7 +31,7 @@ def are_learnt(tensors: Tensors) -> bool:
 
 
 def attend(plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """out and lse of an eager call of Triton's kernels, differentiable in the slopes, too."""
+    """out and lse of an eager call of fused kernels, differentiable in the slopes, too."""
     direct = bypasses_dispatcher(tensors)
     result: tuple[Tensor, Tensor] = LearntSlopes.apply(plan, direct, *plan.to_save(tensors, True, direct))
     return result
@@ -58,6 +59,7 @@ class LearntSlopes(torch.autograd.Function):
         if torch.is_grad_enabled() or not bypasses_dispatcher((dout, dlse, *tensors, out, lse)):
             return None, None, *recompute.gradients(_by_reference(plan), tensors, wanted, (dout, dlse))
         from flashsci.call.autograd import eager_backward  # imports the compiler
+        from flashsci.choice.differentiate import slope_sums
 
         need = sum(1 << i for i, x in enumerate(wanted[:_LEAVES]) if x)
         found = eager_backward(plan, dout, dlse, ctx.saved_tensors, need) if need else ()
@@ -66,7 +68,7 @@ class LearntSlopes(torch.autograd.Function):
         if wanted[_SLOPES]:
             given = Tensors(*tensors)
             saved = Saved(plan.raised(given).laid_out(), out, lse, plan.scalars)
-            gradients[_SLOPES] = _summed(_triton().slope_sums(dout, dlse, saved), given)
+            gradients[_SLOPES] = of_rows(slope_sums(plan.choice, dout, dlse, saved), given)
         return None, None, *gradients
 
 
@@ -75,11 +77,7 @@ def _by_reference(plan: Plan) -> Any:
     return lambda *tensors: reference.forward(plan.raised(tensors), plan.scalars)
 
 
-def _triton() -> Any:
-    return importlib.import_module("flashsci.backends.triton.plans.dense")
-
-
-def _summed(sums: Tensor, tensors: Tensors) -> Tensor:
+def of_rows(sums: Tensor, tensors: Tensors) -> Tensor:
     """The sums of rows [*, Hq, Sq] as the gradient of slopes in their shape."""
     slopes, edges = tensors.alibi_slopes, tensors.cu_seqlens_q
     assert slopes is not None

@@ -74,7 +74,8 @@ def plan_cases(count: int, seed: int, device: str, unit: str | None, order: int 
         served = [
             replace(v, caps_bias=v.caps_bias and slopes, gate=None, dropout=dropping)
             for v in variants(1024 if many else 512) + variants(features=False)
-            if not ((v.dropout and not dropping) or (v.varlen and v.bias))
+            if not (v.dropout and not dropping)
+            and not (v.varlen and v.bias and (not slopes or dropping))
             and not (v.alibi and (v.bias or not slopes or (v.varlen and dropping)))
             and not (dropping and max(v.head_dim, v.head_dim_v) > 128)
             and not (v.key_weight and not weighting)

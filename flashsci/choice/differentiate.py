@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsci.call.ops import NEED_BIAS, Given, Saved, Tensors
+from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Given, Saved, Tensors
 from flashsci.call.problem import problem_of, sums_bias
 from flashsci.call.row_pitch import differs_by_query
 from flashsci.call.torch_state import count_flops, tracer_paused
@@ -102,6 +102,15 @@ def prepared_backward(
         return tuple([x if want else None for x, want in zip(found, wanted, strict=True)])
 
     return run
+
+
+def slope_sums(choice: Choice, dout: Tensor | None, dlse: Tensor | None, saved: Saved) -> Tensor:
+    """The gradient of ALiBi slopes as sums over keys, fp32 [*, Hq, Sq], by the kernels that should compute the others."""
+    module, name = sharing(choice), choice.usual
+    if module is not None:
+        name = _gradient_backend(choice, module, saved, NEED_Q | NEED_K | NEED_V)
+    sums: Tensor = kernels(name).slope_sums(dout, dlse, saved)
+    return sums
 
 
 def _gradient_backend(choice: Choice, module: Any, saved: Saved, need: int) -> str:

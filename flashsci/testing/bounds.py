@@ -41,6 +41,7 @@ from flashsci.testing.tolerance import (
     PROBES,
     SIGMAS,
     SUM_ROUNDINGS,
+    SUM_WIDTH,
 )
 
 REDUCTIONS = ("entropy", "largest_score", "key_sum", "top_values", "top_indices")  # of an attention map
@@ -192,6 +193,7 @@ class Judge:
         if large and self.fused and self.inputs.q.dtype.itemsize == 2:
             # Scores in 16 bits make plain PyTorch itself wrong: its fp32 result, rounded, is the measure.
             self._wide_baseline()
+        sum_roundings = SUM_ROUNDINGS * max(1.0, max(self.inputs.q.shape[-1], self.inputs.v.shape[-1]) / SUM_WIDTH)
         self.floor, self.gain_floor, self.spread_floor, self.vanishes = {}, {}, {}, {}
         self.zero: dict[str, Tensor] = {}  # where every term of a result is zero
         self.square: dict[str, float] = {}
@@ -212,7 +214,7 @@ class Judge:
                 finite(truth).square().sum(),
                 variances[name][0].sqrt(),
                 variances[name][1:].mean().sqrt(),
-                ((SUM_ROUNDINGS * sums + cell) * finite(truth).abs()).sum(),
+                ((sum_roundings * sums + cell) * finite(truth).abs()).sum(),
                 fine[name].norm(),
                 sums.norm(),
                 shift.get(name, variances[name].new_zeros(1)).abs().max(),
@@ -230,7 +232,7 @@ class Judge:
                 self.vanishes[name] = left < 0.007 * norm
             if least and not self.vanishes[name]:
                 self.vanishes[name] = 0.01 * norm < 8 * unit * least * truth.numel() ** 0.5
-            self.spread_floor[name] = self.sigmas * across + SUM_ROUNDINGS * sum_norm
+            self.spread_floor[name] = self.sigmas * across + sum_roundings * sum_norm
             # The oracle is checked against the formula of this file, which shares no code with it.
             limit = self.floor[name] * (_unit(torch.float64) / internal)
             assert difference <= max(limit, 1e-280), (

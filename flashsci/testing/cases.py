@@ -24,6 +24,7 @@ class Variant:
     key_weight: str | None = None  # "inputs": in the inputs' dtype; "float": in fp32
     key_weight_grad: bool = False
     alibi: bool = False
+    alibi_grad: bool = False
     sink: str | None = None  # as key_weight; kernels compute none, some backends refuse it
     mask: bool = False
     window: bool = False

@@ -40,6 +40,7 @@ def properties(case: Case) -> list[str]:
     found += ["softcap far above"] if (case.softcap or 0) > 1e3 else []
     found += ["gate of pairs"] if variant.gate else []
     found += ["softcap of biased scores"] if variant.caps_bias else []
+    found += ["learnt slopes"] if variant.alibi_grad else []
     found += [f"run with {case.execution}"] if case.execution else []
     found += ["scale zero"] if case.scale == 0 else []
     found += ["scale negative"] if (case.scale or 0) < 0 else []

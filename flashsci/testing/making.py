@@ -107,6 +107,7 @@ class _Maker:
             else None,
             bias_grad=variant.bias_grad,
             key_weight_grad=variant.key_weight_grad,
+            alibi_grad=variant.alibi_grad,
             options=options,
             tangents=self.tangents(q, k, v, bias, weight, gate) if variant.tangents else {},
         )

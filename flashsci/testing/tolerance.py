@@ -11,8 +11,9 @@ FLOOR_ROUNDINGS = 16.0
 # Gain and spread may also be this many standard deviations of independent roundings.
 SIGMAS = 5.0
 # Gain and spread may also be this many roundings of sums in fp32, which may all have one direction: tensor cores
-# truncate, and 3xTF32 takes three chains of products (measured on an H200, D 128: up to 2.1).
-SUM_ROUNDINGS = 4.0
+# truncate, and 3xTF32 takes three chains of products, as long as the head dim (measured on an H200: up to 2.1 at D 128, 4.1 at
+# D 256).
+SUM_ROUNDINGS, SUM_WIDTH = 4.0, 128  # so many up to this head dim, beyond it in proportion
 # The norm of independent roundings is measured in this many random directions.
 PROBES = 8
 

@@ -28,7 +28,7 @@ def variants(
     choices, weights = SeededChoices(20), SeededChoices(22)
     slopes, sinks = SeededChoices(23), SeededChoices(24)
     scales, together = SeededChoices(25), SeededChoices(26)
-    places, gates = SeededChoices(28), SeededChoices(29)
+    places, gates, learning = SeededChoices(28), SeededChoices(29), SeededChoices(30)
     dims = [d for d in HEAD_DIMS if max(d) <= max_dim]
     found: dict[Variant, None] = {}
     for i in range(4 * count):
@@ -65,6 +65,8 @@ def variants(
             variant = replace(variant, caps_bias=True)
         if features and not varlen and gates.integer(1, 8) == 1:
             variant = replace(variant, gate=gates.one_of(("inputs", "float")))
+        if variant.alibi and not (variant.sink or variant.gate):  # which Triton's slopes have no gradient beside
+            variant = replace(variant, alibi_grad=learning.integer(1, 3) > 1)
         found[variant] = None
     return list(found)
 
@@ -87,7 +89,7 @@ def second_order_variants(count: int = 48, **limits: Any) -> list[Variant]:
         sink = variant.sink if variant.dtype == "float32" else None
         if variant.dtype == "float32" and variant.key_weight:
             sink = sinks.one_of((None, "float"))
-        found[replace(variant, tangents=tangents or "qkv", sink=sink)] = None
+        found[replace(variant, tangents=tangents or "qkv", sink=sink, alibi_grad=False)] = None
     return list(found)
 
 
@@ -97,7 +99,8 @@ def map_variants(count: int = 96, **limits: Any) -> list[Variant]:
     found: dict[Variant, None] = {}
     for v in variants(count, **limits):
         if v.head_dim <= 256 and v.dtype != "float64":
-            found[replace(v, dropout=False, bias_grad=False, key_weight_grad=False, lse_grad=False)] = None
+            bare = replace(v, dropout=False, bias_grad=False, key_weight_grad=False, alibi_grad=False, lse_grad=False)
+            found[bare] = None
     return list(found)
 
 

@@ -65,11 +65,12 @@ def call(op, values):
     tensors = [values.get(name) for name in FORWARD]
     scalars = [values.get(name, default) for name, default in SCALARS.items()]
     generation = values.get("generation", 0)
+    starts = {"bias_offsets": values["bias_offsets"]} if "bias_offsets" in values else {}
     if op == "forward":
-        return torch.ops.flashsci.cuda_forward(*tensors, *scalars, generation)
+        return torch.ops.flashsci.cuda_forward(*tensors, *scalars, generation, **starts)
     return torch.ops.flashsci.cuda_backward(
         values.get("dout"), values.get("dlse"), *tensors, values["out"], values["lse"], *scalars,
-        values.get("deterministic", False), generation, values.get("need", 15),
+        values.get("deterministic", False), generation, values.get("need", 15), **starts,
     )  # fmt: skip
 
 
@@ -132,7 +133,17 @@ def cases():
         ("must have the same length", lambda: {"cu_seqlens_k": ints(0, 7)}),
         ("must have the same length", lambda: {"cu_seqlens_q": ints(0)}),
         ("packed calls take no mask", lambda: {"mask": single(4, 5, 7) > 0}),
-        ("packed calls take no bias", lambda: {"bias": single(4, 5, 7)}),
+        ("a packed bias must be", lambda: {"bias": single(4, 5, 7)}),
+        ("a packed bias must be", lambda: {"bias": single(4, 35)}),
+        ("does not broadcast to the heads", lambda: {"bias": single(3, 1, 7)}),
+        ("keys of a packed bias must be neighbours", lambda: {"bias": single(4, 1, 14)[..., ::2]}),
+        (
+            "a packed bias must be",
+            lambda: {"bias": single(4, 1, 7), "bias_offsets": ints(0, 8, 17, dtype=torch.int64)},
+        ),
+        ("block starts, got", lambda: {"bias": single(4, 17), "bias_offsets": ints(0, 8, 17)}),
+        ("block starts, got", lambda: {"bias": single(4, 17), "bias_offsets": ints(0, 17, dtype=torch.int64)}),
+        ("belong to a bias of packed calls", lambda: {"bias_offsets": ints(0, 8, 17, dtype=torch.int64)}),
     )
     results_table = (
         ("out has shape", lambda: {"out": rand(2, 4, 6, 8)}),

@@ -760,7 +760,7 @@ def _across() -> Iterator[Right]:
         yield Right(f"{op}_backward", "one rank", lambda device, op=op: across(f"{op}_backward", device), across_backward_of, refresh=across_results)  # fmt: skip
 
 
-CUDA_LABELS = ("dense", "packed", "slopes", "packed slopes")
+CUDA_LABELS = ("dense", "packed", "packed bias", "slopes", "packed slopes")
 
 
 def _cuda_values(op: str, label: str, device: str) -> Arguments:
@@ -772,9 +772,13 @@ def _cuda_values(op: str, label: str, device: str) -> Arguments:
         if sloped
         else None
     )
-    given |= {"key_weight": None, "alibi_slopes": slopes, "bias_offsets": None}
-    if label != "dense":
-        given["bias"] = None
+    given |= {"key_weight": None, "alibi_slopes": slopes}
+    if label == "packed bias":
+        given["caps_bias"] = True  # below a softcap, its gradient is another backend's
+    else:
+        given["bias_offsets"] = None
+        if label != "dense":
+            given["bias"] = None
     singles = (
         n for n, x in given.items() if n != "alibi_slopes" and isinstance(x, Tensor) and x.dtype == torch.float32
     )
@@ -823,6 +827,8 @@ def _cuda() -> Iterator[Right]:
     for label in CUDA_LABELS:
         for what in ("forward", "backward"):
             for op in (f"cuda_{what}", f"cuda_prepared_{what}"):
+                if label == "packed bias" and "prepared" in op:
+                    continue  # it has no such argument
                 loose = LENGTHS if "packed" in label else frozenset()
                 values = lambda device, op=op, label=label: _cuda_values(op, label, device)  # noqa: E731
                 yield Right(op, label, values, truths.get(op), unit=FINE, loose=loose, refresh=_cuda_refresh)

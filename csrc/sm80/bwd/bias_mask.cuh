@@ -7,6 +7,7 @@
 // ALiBi is made here from the slope of its head.
 #pragma once
 #include "../../core/alibi.cuh"
+#include "../../core/ragged_bias.cuh"
 #include "../../core/row_statistics.cuh"
 #include "config.cuh"
 #include "warp_mma.cuh"
@@ -173,7 +174,8 @@ struct BiasMaskAhead {
                                        const unsigned char* bias_head, const uint8_t* mask_head,
                                        int query, int key, int queries, int keys) {
     key = opaque(key);  // an address in a register through the loop costs too much
-    const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
+    const int64_t row_bytes =
+        row_of_pairs(bias_mask.bias_strides, plan.ragged, keys) * (bias_mask.bias_is_fp32 ? 4 : 2);
     const bool reads_slope = plan.bias_first && has_slopes(bias_mask) && queries > 0;
     if (!plan.bias_first || has_slopes(bias_mask)) queries = 0;
     for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
@@ -221,7 +223,8 @@ struct BiasMaskAhead {
     if (has_slopes(bias_mask)) {
       add_alibi_transposed(s, __ldg(reinterpret_cast<const float*>(bias_head)), distance);
     } else if (bias_mask.bias != nullptr) {
-      const int64_t row_bytes = bias_mask.bias_strides.row * (bias_mask.bias_is_fp32 ? 4 : 2);
+      const int64_t row_bytes = row_of_pairs(bias_mask.bias_strides, plan.ragged, keys) *
+                                (bias_mask.bias_is_fp32 ? 4 : 2);
       for_queries<kN>(bias_head, row_bytes, query, queries, [&](int c, auto* row, bool exists) {
         uint32_t word[kKeys];
         load_bias(word, row, bias_mask, plan, key, exists ? keys : 0);

@@ -2,7 +2,7 @@
 //
 // Maths     As in kernel.cuh, with the bias (or ALiBi's) added to S, before a softcap if `capped`, and
 //           -inf for hidden scores; dS is also the gradient of a bias that has an element for every
-//           pair. With dropout P of dV, and dP, are 0 or divided by 1 - p.
+//           pair. Packed calls: core/ragged_bias.cuh. With dropout P of dV, and dP, are 0 or divided by 1 - p.
 // Roles     As in kernel.cuh. Keys are assigned to the rows of a warp so that a lane has neighbours
 //           (bias_mask.cuh).
 // Shared    As in kernel.cuh, plus all pointers: the loop has no registers for them
@@ -137,7 +137,8 @@ struct BiasMaskWarp : KeyTileWarp<Op, C> {
     unsigned char* dbias = kept<unsigned char>(record + offsetof(KeyTileWork, dbias)) +
                            member * p.dbias_strides.head * (p.bias_mask.bias_is_fp32 ? 4 : 2);
     store_bias_gradient<Op>(ds, dbias, p.bias_mask.bias_is_fp32 != 0, plan.dbias_vector != 0,
-                            p.dbias_strides.row, first_column(query), first_key(), queries, keys);
+                            row_of_pairs(p.dbias_strides, plan.ragged, keys), first_column(query),
+                            first_key(), queries, keys);
   }
 
   // Softcap, or scale, and the bias, in this order or, if `capped`, the other one. A loop: the code

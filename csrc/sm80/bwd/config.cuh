@@ -36,6 +36,7 @@ struct BackwardPlan {
   int adds_dq;                                 // backward_kernel adds dq to dq_sums
   int writes_dq;    // backward_kernel writes dq: all keys are in its tile
   int writes_bias;  // backward_kernel writes dbias: it has an element for every pair
+  int ragged;       // 1: the bias has blocks of pairs (core/ragged_bias.cuh)
 };
 
 template <int kHeadDim_, int kBlockK_, int kBlockQ_, int kWarpsK_, int kWarpsQ_, int kStages_,

@@ -5,7 +5,8 @@
 //     backward_bias_mask_kernel     the same with a bias or a mask, or rows off 16 bytes; dbias
 //                                   if it has an element for every pair
 //     dq_kernel                     after one of the two added up dq
-//     backward_queries_kernel       dq of deterministic calls, and dq alone
+//     backward_queries_kernel       dq of deterministic calls, and dq alone; without dq, the
+//                                   gradient of slopes of ALiBi
 //     bias_gradient_kernel          dbias of a shared bias
 //
 // Dropout is a last argument of all but dq_kernel (csrc/sm80/dropout), and has no backward_kernel.
@@ -100,7 +101,7 @@ struct PaddedTiles : KeyTiles<kHeadDim> {
 
 // The plan of one call, before any pointer into the workspace is known.
 struct BackwardWork {
-  bool large, keys, adds_dq, writes_dq, queries, writes_bias, bias;
+  bool large, keys, adds_dq, writes_dq, queries, slopes, writes_bias, bias;
   int64_t query_slots;
   BiasPlan bias_plan;
   int64_t statistics_bytes, sums_bytes, bias_bytes;  // of the workspace
@@ -141,8 +142,10 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
                               p.shared_per_sm;
   const int longest = p.cu_seqlens_q != nullptr ? p.max_seqlen_k : p.seq_k;
   const bool one_tile = longest >= 0 && longest <= (work.large ? Large::kBlockK : Small::kBlockK);
-  const bool wants_dq = p.dq != nullptr, wants_bias = p.dbias != nullptr;
-  work.keys = p.dk != nullptr || p.dv != nullptr;
+  work.slopes = p.dbias != nullptr && has_slopes(p.bias_mask);
+  const bool wants_dq = p.dq != nullptr, wants_bias = p.dbias != nullptr && !work.slopes;
+  const bool ragged = has_ragged_bias(p);
+  work.keys = p.dk != nullptr || p.dv != nullptr || (wants_bias && ragged);
   work.writes_dq = wants_dq && work.keys && one_tile;
   work.adds_dq = wants_dq && work.keys && !one_tile && !p.deterministic;
   work.queries = wants_dq && !work.writes_dq && !work.adds_dq;
@@ -159,6 +162,10 @@ BackwardWork plan_work(const FlashsciBackwardParams& p) {
     // Behind a softcap that does not bound it, the bias has another gradient than its score.
     const bool same = p.softcap == 0.f || p.bias_mask.capped != 0;
     work.writes_bias = work.keys && work.bias_plan.shared == 0 && same;
+    if (ragged) {
+      work.bias_plan.elements = p.heads_q * p.bias_mask.mask_strides.batch1;
+      work.writes_bias = true;
+    }
     work.bias = !work.writes_bias;
     if (work.bias && work.bias_plan.splits > 1)
       work.bias_bytes = rounded(work.bias_plan.splits * work.bias_plan.elements * int64_t{4});
@@ -263,6 +270,8 @@ cudaError_t launch_statistics(const FlashsciBackwardParams& p, const BackwardPla
 template <class Op, class Tiles, class... Drop>
 cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream,
                           const Drop&... dropout) {
+  const bool ragged = has_ragged_bias(p);
+  if (ragged && p.dbias != nullptr && !has_ragged_gradient(p)) return cudaErrorNotSupported;
   const BackwardWork work = plan_work<Tiles>(p);
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
   if (heads > INT32_MAX || work.query_slots > INT32_MAX) return cudaErrorInvalidValue;
@@ -288,21 +297,23 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream,
     return s.column == 1 && bits % 4 == 0 && reinterpret_cast<uintptr_t>(data) % (4 * size) == 0;
   };
   const int bias_size = p.bias_mask.bias_is_fp32 ? 4 : 2;
+  plan.ragged = has_ragged_pairs(p);
   plan.bias_vector =
-      p.seq_k % 4 == 0 && aligned(p.bias_mask.bias, p.bias_mask.bias_strides, bias_size);
+      !ragged && p.seq_k % 4 == 0 && aligned(p.bias_mask.bias, p.bias_mask.bias_strides, bias_size);
   plan.mask_vector = p.seq_k % 4 == 0 && aligned(p.bias_mask.mask, p.bias_mask.mask_strides, 1);
-  plan.dbias_vector = p.seq_k % 4 == 0 && aligned(p.dbias, p.dbias_strides, bias_size);
+  plan.dbias_vector = !ragged && p.seq_k % 4 == 0 && aligned(p.dbias, p.dbias_strides, bias_size);
   plan.adds_dq = work.adds_dq, plan.writes_dq = work.writes_dq;
   plan.writes_bias = work.writes_bias;
 
-  const bool windowed = p.window_left >= 0 || p.window_right >= 0;
+  // A ragged bias may hold numbers of no pair.
+  const bool windowed = p.window_left >= 0 || p.window_right >= 0 || ragged;
   if (p.dbias != nullptr && (p.seq_q == 0 || p.seq_k == 0 || (work.writes_bias && windowed))) {
     // Tiles that the window hides are not visited.
     const cudaError_t error =
         clear_memory(p.dbias, work.bias_plan.elements * (p.bias_mask.bias_is_fp32 ? 4 : 2), stream);
     if (error != cudaSuccess) return error;
   }
-  if (p.seq_q > 0 && (work.keys || work.queries || work.bias)) {
+  if (p.seq_q > 0 && (work.keys || work.queries || work.slopes || work.bias)) {
     const cudaError_t error = launch_statistics<Op>(p, plan, work.sums_bytes, stream, dropout...);
     if (error != cudaSuccess) return error;
   }
@@ -313,6 +324,11 @@ cudaError_t launch_padded(const FlashsciBackwardParams& p, cudaStream_t stream,
   if (work.queries) {
     const cudaError_t error = launch_queries<Op, Tiles>(p, plan, stream, dropout...);
     if (error != cudaSuccess) return error;
+  }
+  if (work.slopes) {
+    FlashsciBackwardParams without_dq = p;
+    without_dq.dq = nullptr;
+    return launch_queries<Op, Tiles>(without_dq, plan, stream, dropout...);
   }
   if (work.bias && p.seq_q > 0 && p.seq_k > 0)
     return launch_bias<Op, Tiles>(p, plan, work.bias_plan, stream, dropout...);

@@ -2,6 +2,7 @@
 // first warp finds it and keeps it in shared memory.
 #pragma once
 #include "../../core/alibi.cuh"
+#include "../../core/ragged_bias.cuh"
 #include "../../ptx/shared.cuh"
 #include "config.cuh"
 
@@ -83,7 +84,16 @@ struct alignas(128) KeyTileWork {
   template <class C>
   __device__ __forceinline__ void find(const FlashsciBackwardParams& p, const BackwardPlan& plan,
                                        uint32_t tiles) {
-    const KeyTile<C> found(p, tiles);
+    KeyTile<C> found(p, tiles);
+    int64_t start = 0;  // of the sequence, in a ragged bias
+    if (has_ragged_bias(p)) {
+      start =
+          ragged_start(p.bias_mask, found.segment - 1, found.first_key, found.queries, found.keys);
+      if (start < 0) {  // no query sees a key
+        if (found.tile == 0) found.zero_rows = found.queries;
+        found.queries = 0;
+      }
+    }
     const Window window(p.window_left, p.window_right, p.lower_right != 0, found.queries,
                         found.keys);
     const SeeingTiles<C> seeing(found, window, plan.writes_dq != 0);
@@ -112,11 +122,12 @@ struct alignas(128) KeyTileWork {
               (batch_head * plan.query_slots + found.first_slot()) * (C::kBlockQ * C::kHeadDim);
     const int size = p.bias_mask.bias_is_fp32 ? 4 : 2;
     bias = static_cast<const unsigned char*>(p.bias_mask.bias) +
-           place.offset(p.bias_mask.bias_strides, head) * size;
+           (place.offset(p.bias_mask.bias_strides, head) + start) * size;
     if (has_slopes(p.bias_mask) && p.cu_seqlens_q != nullptr)  // never read if of no sequence
       bias += (found.segment - 1) * p.bias_mask.bias_strides.batch0 * size;
     mask = p.bias_mask.mask + place.offset(p.bias_mask.mask_strides, head);
-    dbias = static_cast<unsigned char*>(p.dbias) + place.offset(p.dbias_strides, head) * size;
+    dbias =
+        static_cast<unsigned char*>(p.dbias) + (place.offset(p.dbias_strides, head) + start) * size;
     before = window.before, after = window.after;
     tile_key = found.tile_key();
     keys = found.exists() ? found.keys : 0;

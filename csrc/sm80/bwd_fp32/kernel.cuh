@@ -6,7 +6,8 @@
 // Roles     One kernel twice. kKeys: a CTA owns a tile of keys and goes through the queries of all
 //           heads that share them (dK, dV: four products). Otherwise it owns a tile of queries and
 //           goes through the keys (dQ and the gradient of a bias that is not shared: three
-//           products). Rows belong to the CTA, 16 kM to each warp; columns stream by.
+//           products; without dQ the gradient of slopes of ALiBi: two). Rows belong to the CTA,
+//           16 kM to each warp; columns stream by.
 // Shared    Halves of the rows of both kinds (Q and dO, or K and V), raw at first; a stream of the
 //           other two; statistics of the columns if they are queries: `BackwardStorage`.
 // Pipeline  As in the forward. P and dS of a tile are scaled row by row before they become halves.
@@ -31,18 +32,19 @@
 
 namespace flashsci::sm80::bwd_fp32 {
 
-// S becomes cap tanh(factor S), with factor 1 afterwards; dS, given dP - delta, takes the slope.
-// hides: scores of -inf, from a bias, stay.
+// S becomes cap tanh(factor S), with factor 1 afterwards; dS, given dP - delta, takes the slope, or
+// is that of capped scores. hides: scores of -inf, from a bias, stay.
 template <int kM, int kN>
 __device__ __forceinline__ void cap_scores(float (&s)[kM][kN][4], float (&dp)[kM][kN][4],
-                                           float (&factor)[kM][2], float cap, bool hides) {
+                                           float (&factor)[kM][2], float cap, bool hides,
+                                           bool of_capped) {
 #pragma unroll
   for (int i = 0; i < kM * kN * 4; ++i) {
     const int m = i / (4 * kN), n = i / 4 % kN, e = i % 4;
     float slope;
     const float x = s[m][n][e], capped = cap * tanh_accurate(factor[m][e / 2] * x, slope);
     s[m][n][e] = hides && x == -INFINITY ? x : capped;
-    dp[m][n][e] *= slope;
+    if (!of_capped) dp[m][n][e] *= slope;
   }
   set_all(factor, 1.f);
 }
@@ -102,7 +104,7 @@ struct BackwardRows {
 // The rows that a CTA owns, of a packed sequence or of a dense one.
 struct OwnRows {
   int tile, first_row, rows, first_column, columns;
-  int sequence;  // its index; 0 of dense calls
+  int64_t first_bias;  // BiasMaskOfHead::first_of; 0 of dense calls
 };
 
 // A warp of the CTA: the gradients of its rows, and its part of the copies and of the conversions.
@@ -217,7 +219,7 @@ struct BackwardWarp {
   }
   __device__ __forceinline__ BiasMaskOfHead<kKeys> bias_mask(int of_group) const {
     return BiasMaskOfHead<kKeys>(p.bias_mask, plan.bias_mask, place, first_head + of_group,
-                                 own.rows, own.columns, p.lower_right != 0, own.sequence);
+                                 own.rows, own.columns, p.lower_right != 0, own.first_bias);
   }
   __device__ __forceinline__ void load_bias_mask(Position at) {
     if constexpr (kHasBiasMask)
@@ -281,6 +283,10 @@ struct BackwardWarp {
           fmaf(dp[m][n][e] * rows.y_factor[m][e / 2], stream.factor(1), -statistics_of(m, n, e).y);
     }
   }
+  // Whether p.dbias, not dq, is wanted: sums for the gradient of slopes, in the registers of dq.
+  __device__ __forceinline__ bool sums_slopes() const {
+    return !kKeys && kHasBiasMask && p.dq == nullptr && has_slopes(p.bias_mask);
+  }
   // Softcap, bias and mask; factor becomes the factor from s to exponents.
   __device__ __forceinline__ void modify_scores(Scores& s, Scores& dp, Factor& factor,
                                                 int of_group) const {
@@ -297,7 +303,7 @@ struct BackwardWarp {
           set_all(factor, plan.inverse_cap);
         }
       }
-      if (plan.cap != 0.f) cap_scores(s, dp, factor, plan.cap, capped);
+      if (plan.cap != 0.f) cap_scores(s, dp, factor, plan.cap, capped, sums_slopes() && !capped);
       if constexpr (kHasBiasMask) {
         if (!capped) pair_tile.add(s, bias_mask(of_group), factor);
         pair_tile.hide(s, bias_mask(of_group));
@@ -332,11 +338,14 @@ struct BackwardWarp {
     }
   }
   __device__ __forceinline__ void write_bias_gradient(const Scores& ds, int first) const {
-    store_bias_gradient(
-        ds,
-        static_cast<float*>(p.dbias) + BiasMaskOfHead<>::offset(p.dbias_strides, place, place.head),
-        p.dbias_strides, warp_row + lane / 4, first + lane % 4 * 4, own.rows, own.columns,
-        plan.vector_dbias != 0, stream.hide ? stream.shared.state + lane % 4 * 4 : nullptr);
+    FlashsciScoreStrides strides = p.dbias_strides;
+    strides.row = row_of_pairs(strides, plan.bias_mask.ragged, own.columns);
+    store_bias_gradient(ds,
+                        static_cast<float*>(p.dbias) +
+                            BiasMaskOfHead<>::offset(strides, place, place.head) + own.first_bias,
+                        strides, warp_row + lane / 4, first + lane % 4 * 4, own.rows, own.columns,
+                        plan.vector_dbias != 0,
+                        stream.hide ? stream.shared.state + lane % 4 * 4 : nullptr);
   }
   // sum += P or dS, scaled row by row, times tensor 0 or 1 of the stream.
   template <int kTensor, int kBlocks>
@@ -378,13 +387,28 @@ struct BackwardWarp {
       if (p.dv != nullptr) add_product<1>(rows.dy, s, operand, factor);
     }
     if constexpr (Rows::kX) {
-      if ((kKeys ? p.dk : p.dq) != nullptr) add_product<0>(rows.dx, dp, operand, factor);
+      if ((kKeys ? p.dk : p.dq) != nullptr) {
+        add_product<0>(rows.dx, dp, operand, factor);
+      } else if (sums_slopes()) {
+        const int ahead = warp_row + opaque(lane) / 4 - first - opaque(lane) % 4 * 4;
+        const int shift = p.lower_right != 0 ? own.columns - own.rows : 0;
+        add_slope_sums(rows.dx, dp, ahead + shift,
+                       [](int n, int e) { return n / 2 * 16 + n % 2 * 2 + e; });
+      }
     }
   }
 
   __device__ __forceinline__ void write() const {
     const int64_t row = own.first_row + warp_row;
     const int left = own.rows - warp_row;
+    if (sums_slopes()) {
+      if constexpr (Rows::kX)
+        store_slope_sums(rows.dx, 1.f,
+                         static_cast<float*>(p.dbias) +
+                             static_cast<int64_t>(place.batch_head) * p.seq_q + row + lane / 4,
+                         left - lane / 4);
+      return;
+    }
     Factor factor;
     if constexpr (Rows::kX) {
       void* const to = kKeys ? p.dk : p.dq;
@@ -452,10 +476,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                                                                p.num_seqs, p.seq_k, p.seq_q)
                                     : find_tile<C::kBlockRows>(slot, p.cu_seqlens_q, p.cu_seqlens_k,
                                                                p.num_seqs, p.seq_q, p.seq_k);
-    own = {work.tile, work.first_q, work.seq_q, work.first_k, work.seq_k, work.segment - 1};
+    own = {work.tile, work.first_q, work.seq_q, work.first_k, work.seq_k, 0};
+    if constexpr (kHasBiasMask) {
+      own.first_bias = BiasMaskOfHead<>::first_of(
+          p, work.segment - 1, kKeys ? own.first_row : own.first_column, own.rows, own.columns);
+      if (own.first_bias < 0) own.columns = 0;
+    }
   } else {
     own.tile = static_cast<int>(!kKeys && p.window_right >= 0 ? tiles - 1 - slot : slot);
-    own.first_row = own.first_column = own.sequence = 0;
+    own.first_row = own.first_column = 0, own.first_bias = 0;
     own.rows = kKeys ? p.seq_k : p.seq_q, own.columns = kKeys ? p.seq_q : p.seq_k;
   }
   const int tile_row = own.tile * C::kBlockRows;

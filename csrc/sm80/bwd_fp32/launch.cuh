@@ -2,7 +2,8 @@
 //
 //     statistics_fp32_kernel            always
 //     backward_fp32_kernel, of keys     dk, dv
-//     backward_fp32_kernel, of queries  dq, and dbias if it has an element for every pair
+//     backward_fp32_kernel, of queries  dq, and dbias if it has an element for every pair; without
+//                                       dq, the gradient of slopes of ALiBi
 //     backward_short_fp32_kernel        these two in one, if keys are few and heads small
 //     bias_gradient_fp32_kernel         other dbias
 #pragma once
@@ -20,7 +21,7 @@ using namespace dbias_fp32;
 
 // The plan of one call, before any pointer into the workspace is known.
 struct BackwardFp32Work {
-  bool keys, queries, bias, writes_bias;
+  bool keys, queries, slopes, bias, writes_bias;
   BiasFp32Plan bias_plan;
   int64_t statistics_bytes, bias_bytes;  // of the workspace
 };
@@ -30,12 +31,17 @@ BackwardFp32Work plan_work(const FlashsciBackwardParams& p) {
   const auto rounded = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
   BackwardFp32Work work{};
   work.keys = p.dk != nullptr || p.dv != nullptr;
-  if (p.dbias != nullptr) {
+  work.slopes = p.dbias != nullptr && has_slopes(p.bias_mask);
+  if (p.dbias != nullptr && !work.slopes) {
     work.bias_plan = {plan_bias_tiles(p, Bias::kBlockRows, Bias::kBlockColumns), nullptr};
     work.bias_plan.splits = splits_for_any_device(work.bias_plan);
     // Behind a softcap that does not bound it, the bias has another gradient than its score.
     const bool same = p.softcap == 0.f || p.bias_mask.capped != 0;
     work.writes_bias = !work.bias_plan.shared && same;
+    if (has_ragged_bias(p)) {
+      work.bias_plan.elements = p.heads_q * p.bias_mask.mask_strides.batch1;
+      work.writes_bias = true;
+    }
     work.bias = !work.writes_bias;
     if (work.bias && work.bias_plan.splits > 1)
       work.bias_bytes = rounded(work.bias_plan.splits * work.bias_plan.elements * int64_t{4});
@@ -141,6 +147,8 @@ template <class Keys, class Queries, class Bias>
 cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t stream) {
   const int64_t heads = p.batch0 * p.batch1 * p.heads_q;
   if (p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
+  const bool ragged = has_ragged_bias(p);
+  if (ragged && p.dbias != nullptr && !has_ragged_gradient(p)) return cudaErrorNotSupported;
   BackwardFp32Work work = plan_work<Bias>(p);
   BackwardFp32Plan plan{};
   plan.statistics = static_cast<float2*>(p.workspace);
@@ -156,10 +164,10 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
   plan.cap = p.softcap;
   plan.inverse_cap = p.bias_mask.capped ? 1.f / p.softcap : 0.f;
   plan.write_bias = work.writes_bias;
-  plan.bias_mask = BiasMaskAccess::of(p.bias_mask, p.seq_k);
+  plan.bias_mask = BiasMaskAccess::of(p, p.bias_mask, p.seq_k);
   FlashsciBiasMask dbias{};
   dbias.bias = p.dbias, dbias.bias_strides = p.dbias_strides;
-  plan.vector_dbias = BiasMaskAccess::of(dbias, p.seq_k).vector_bias;
+  plan.vector_dbias = BiasMaskAccess::of(p, dbias, p.seq_k).vector_bias;
 
   cudaError_t error = cudaSuccess;
   if (heads * p.seq_q > 0) {
@@ -171,7 +179,7 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
                                            lanes, plan.vector);
   }
   if (error == cudaSuccess && p.dbias != nullptr && work.bias_plan.elements > 0 &&
-      ((work.writes_bias && (p.window_left >= 0 || p.window_right >= 0)) ||
+      ((work.writes_bias && (p.window_left >= 0 || p.window_right >= 0 || ragged)) ||
        heads * p.seq_q * p.seq_k == 0))
     error = clear_memory(p.dbias, work.bias_plan.elements * sizeof(float), stream);
   const bool short_keys = takes_short<Bias::kDim>(p) && (work.keys || work.queries);
@@ -181,6 +189,11 @@ cudaError_t launch_backward_tiles(const FlashsciBackwardParams& p, cudaStream_t 
                       : launch_keys<typename Keys::Plain, false>(p, plan, stream);
   if (error == cudaSuccess && work.queries && !short_keys)
     error = launch_queries<Queries>(p, plan, stream);
+  if (error == cudaSuccess && work.slopes) {
+    FlashsciBackwardParams without_dq = p;
+    without_dq.dq = nullptr;
+    error = launch_queries<Queries>(without_dq, plan, stream);
+  }
   if (error == cudaSuccess && work.bias && heads * p.seq_q * p.seq_k > 0) {
     error = launch<bias_gradient_fp32_kernel<Bias>>(work.bias_plan.blocks(), Bias::kThreads,
                                                     sizeof(BackwardStorage<Bias>), p.device, stream,

@@ -264,8 +264,8 @@ struct BiasGradientWarp {
 
       Statistics statistics;
       PairTile pair_tile;
-      const BiasMaskOfHead<> bias_mask(p.bias_mask, plan.bias_mask, place, place.head, p.seq_q,
-                                       p.seq_k);
+      const BiasMaskAccess access = plan.bias_mask.of_dense();
+      const BiasMaskOfHead<> bias_mask(p.bias_mask, access, place, place.head, p.seq_q, p.seq_k);
       if (!stream.again) load(place, tile_row, tile_key);
       pair_tile.load(bias_mask, warp_row + lane / 4, tile_key + lane % 4 * 4);
       load_statistics(statistics, place, warp_row);

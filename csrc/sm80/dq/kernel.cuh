@@ -1,7 +1,8 @@
 // dq alone, by query tiles: for deterministic calls, whose sums over key tiles need one owner, and
-// for calls that want neither dk nor dv.
+// for calls that want neither dk nor dv. Without dq: the gradient of slopes of ALiBi.
 //
-// Maths     As in bwd/kernel.cuh: dQ = scale dS K; dropout as in bwd/bias_mask_kernel.cuh.
+// Maths     As in bwd/kernel.cuh: dQ = scale dS K; dropout as in bwd/bias_mask_kernel.cuh. Slopes:
+//           core/alibi.cuh, with dS before the slope of a softcap that does not bound ALiBi.
 // Roles     One CTA per (query tile, query head, batch), all on grid.x, four warps with 32 (D >
 //           128: 16) query rows each. dS leaves its product as left operand of the next: warps
 //           share only tiles of K and V.
@@ -16,6 +17,7 @@
 #include "../../core/bias_mask.cuh"
 #include "../../core/dropout.cuh"
 #include "../../core/poison.cuh"
+#include "../../core/ragged_bias.cuh"
 #include "../../core/row_statistics.cuh"
 #include "../bwd/config.cuh"
 #include "../bwd/epilogue.cuh"
@@ -104,7 +106,7 @@ struct QueryWarp {
 
   __device__ __forceinline__ QueryWarp(const FlashsciBackwardParams& p_, const BackwardPlan& plan_,
                                        QueryShared<C>& shared_, const TileCoord& place_,
-                                       const TileOfSequence& work_, Sums& dq_,
+                                       const TileOfSequence& work_, int64_t bias_start, Sums& dq_,
                                        const Drop& dropping_)
       : p(p_),
         plan(plan_),
@@ -114,6 +116,7 @@ struct QueryWarp {
         dq(dq_),
         dropping(dropping_) {
     if (has_slopes(p.bias_mask)) view.bias = nullptr;
+    view.bias += bias_start * (p.bias_mask.bias_is_fp32 ? 4 : 2);
   }
 
   template <int kRows>
@@ -168,6 +171,12 @@ struct QueryWarp {
     if (any_large(statistics)) limit_probabilities(s);
     multiply_elements(dp, s);
   }
+  // Whether p.dbias, not dq, is wanted: sums for the gradient of slopes, in the registers of dq.
+  __device__ __forceinline__ bool sums_slopes() const { return p.dq == nullptr; }
+  // i + shift - j of query `row` and key `column`.
+  __device__ __forceinline__ int ahead(int row, int column) const {
+    return row - column + (p.lower_right != 0 ? work.seq_k - work.seq_q : 0);
+  }
   __device__ __forceinline__ void add_bias(Scores& s, int key) const {
     // opaque: registers through the softcap cost too much.
     const int row = warp_row + opaque(lane) / 4, column = key + opaque(lane) % 4 * 2;
@@ -175,10 +184,28 @@ struct QueryWarp {
       const float slope = p.cu_seqlens_q != nullptr
                               ? slope_of_segment(p.bias_mask, work.segment, p.num_seqs, place.head)
                               : slope_of(p.bias_mask, place, place.head);
-      add_alibi(s, slope * plan.bias_factor,
-                row - column + (p.lower_right != 0 ? work.seq_k - work.seq_q : 0));
+      add_alibi(s, slope * plan.bias_factor, ahead(row, column));
     }
-    apply_bias<Op>(s, view, row, column, work.seq_q, work.seq_k, plan.bias_factor);
+    add_pairs(s, row, column);
+  }
+  // apply_bias, also with the rows of a ragged bias.
+  __device__ __forceinline__ void add_pairs(Scores& s, int row, int column) const {
+    if (view.bias == nullptr) return;
+    FlashsciScoreStrides strides = p.bias_mask.bias_strides;
+    strides.row = row_of_pairs(strides, plan.ragged, work.seq_k);
+    const auto add = [&](int m, int half, int n, int e, float bias) {
+      s[m][n][half * 2 + e] = fmaf(bias, plan.bias_factor, s[m][n][half * 2 + e]);
+    };
+    if (p.bias_mask.bias_is_fp32) {
+      visit_pairs<false, C::kM, C::kN, float, float2>(view.bias, strides, row, column, work.seq_q,
+                                                      work.seq_k, add);
+    } else {
+      const auto convert = [&](int m, int half, int n, int e, uint16_t bias) {
+        add(m, half, n, e, Op::to_float(bias));
+      };
+      visit_pairs<false, C::kM, C::kN, uint16_t, ushort2>(view.bias, strides, row, column,
+                                                          work.seq_q, work.seq_k, convert);
+    }
   }
   // dQ from kStep keys, whose rows begin at k_rows and v_rows.
   __device__ __forceinline__ void add_step(uint32_t k_rows, uint32_t v_rows, int key) {
@@ -203,7 +230,7 @@ struct QueryWarp {
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {  // a loop: the code of each is there once
       if (capped == (turn != 0))
-        modify_scores(s, dp, plan.scores, true, capped);
+        modify_scores(s, dp, plan.scores, capped || !sums_slopes(), capped);
       else
         add_bias(s, key);
     }
@@ -212,6 +239,10 @@ struct QueryWarp {
     if (!all_seen(key)) mask_scores(s, window, row, column);
     load_statistics(statistics);  // again, rather than kept through the softcap
     exponentiate(s, dp, statistics);
+    if (sums_slopes()) {
+      add_slope_sums(dq, dp, ahead(row, column), [](int n, int e) { return n * 8 + e; });
+      return;
+    }
     uint32_t ds16[C::kN / 2][C::kM][4];
     pack<Op>(ds16, dp);
     const Span<C::kHeadDim, C::kHeadDim / 16> right(k_rows + lane_by_rows<C::kHeadDim>(), 0);
@@ -221,8 +252,16 @@ struct QueryWarp {
 
   __device__ __forceinline__ void store() const {
     __syncwarp();  // all lanes have read their rows of Q
-    float scale = p.scale;
+    float scale = sums_slopes() ? 1.f : p.scale;
     if constexpr (Drop::kDrops) scale *= dropping.scale;
+    if (sums_slopes()) {
+      const int64_t head = static_cast<int64_t>(place.batch) * p.heads_q + place.head;
+      const int row = warp_row + lane / 4;
+      store_slope_sums(dq, scale,
+                       static_cast<float*>(p.dbias) + head * p.seq_q + work.first_q + row,
+                       work.seq_q - row);
+      return;
+    }
     store_gradient<Op, C::kHeadDim, false>(
         dq, scale, q_tile + warp * C::kRows * T::kRowBytes, 0,
         static_cast<uint16_t*>(p.dq) + place.offset(p.dq_strides, place.head) +
@@ -287,10 +326,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
             0, p.seq_k};
   }
   if (work.tile < 0 || work.tile * C::kBlockQ >= work.seq_q) return;
+  int64_t bias_start = 0;
+  if (has_ragged_bias(p)) {
+    bias_start = ragged_start(p.bias_mask, work.segment - 1, work.first_k, work.seq_q, work.seq_k);
+    if (bias_start < 0) work.seq_k = 0;
+  }
   using Dropped = Dropping<Drop...>;
   using Warp = QueryWarp<Op, C, Dropped>;
   typename Warp::Sums dq;
-  Warp(p, plan, shared, place, work, dq, Dropped(dropout...)).run();
+  Warp(p, plan, shared, place, work, bias_start, dq, Dropped(dropout...)).run();
 }
 
 }  // namespace flashsci::sm80::dq

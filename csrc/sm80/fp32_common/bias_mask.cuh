@@ -8,23 +8,31 @@
 #include "../../core/alibi.cuh"
 #include "../../core/coord.cuh"
 #include "../../core/mask.cuh"
+#include "../../core/ragged_bias.cuh"
 #include "../../include/flashsci.h"
 #include "stream.cuh"
 
 namespace flashsci::sm80 {
 
-// Values that the host derives: whether four neighbours of any row are one aligned load.
+// Values that the host derives: whether four neighbours of any row are one aligned load, and
+// whether the bias has blocks of pairs (core/ragged_bias.cuh), 1 or 0.
 struct BiasMaskAccess {
-  int vector_bias, vector_mask;
+  int vector_bias, vector_mask, ragged;
 
-  static BiasMaskAccess of(const FlashsciBiasMask& bias_mask, int seq_k) {
+  // The same for kernels that no packed call has.
+  __device__ __forceinline__ BiasMaskAccess of_dense() const {
+    return {vector_bias, vector_mask, 0};
+  }
+  // Of the bias and mask of a call, or of its dbias.
+  template <class Params>
+  static BiasMaskAccess of(const Params& p, const FlashsciBiasMask& bias_mask, int seq_k) {
     const auto aligned = [&](const void* data, const FlashsciScoreStrides& s, uint64_t bytes) {
       const int64_t strides = s.batch0 | s.batch1 | s.head | s.row;
       return s.column == 1 && (strides | seq_k) % 4 == 0 &&
              reinterpret_cast<uintptr_t>(data) % bytes == 0;
     };
-    return {aligned(bias_mask.bias, bias_mask.bias_strides, 16),
-            aligned(bias_mask.mask, bias_mask.mask_strides, 4)};
+    return {!has_ragged_bias(p) && aligned(bias_mask.bias, bias_mask.bias_strides, 16),
+            aligned(bias_mask.mask, bias_mask.mask_strides, 4), has_ragged_pairs(p)};
   }
 };
 
@@ -42,7 +50,7 @@ struct BiasMaskOfHead {
   __device__ __forceinline__ BiasMaskOfHead(const FlashsciBiasMask& p, const BiasMaskAccess& a,
                                             const HeadCoord& place, uint32_t head, int rows_,
                                             int columns_, bool lower_right = false,
-                                            int sequence = 0)
+                                            int64_t first = 0)
       : bias_mask(p),
         access(a),
         bias(static_cast<const float*>(p.bias)),
@@ -52,13 +60,26 @@ struct BiasMaskOfHead {
         shift(!lower_right  ? 0
               : kTransposed ? rows - columns
                             : columns - rows) {
-    if (bias != nullptr)
-      bias += offset(p.bias_strides, place, head) + sequence * p.bias_strides.batch0;
+    if (bias != nullptr) bias += offset(p.bias_strides, place, head) + first;
     if (mask != nullptr) mask += offset(p.mask_strides, place, head);
   }
   static __device__ __forceinline__ int64_t offset(const FlashsciScoreStrides& s,
                                                    const HeadCoord& place, uint32_t head) {
     return place.batch0 * s.batch0 + place.batch1 * s.batch1 + head * s.head;
+  }
+  // Elements from the bias of a head to that of a sequence of a packed call, as ragged_start; its
+  // gradient is at the same place.
+  template <class Params>
+  static __device__ __forceinline__ int64_t first_of(const Params& p, int sequence, int first_k,
+                                                     int seq_q, int seq_k) {
+    return has_ragged_bias(p) ? ragged_start(p.bias_mask, sequence, first_k, seq_q, seq_k)
+                              : sequence * p.bias_mask.bias_strides.batch0;
+  }
+  // Those of the bias, with the rows of this sequence.
+  __device__ __forceinline__ FlashsciScoreStrides bias_strides() const {
+    FlashsciScoreStrides strides = bias_mask.bias_strides;
+    strides.row = row_of_pairs(strides, access.ragged, kTransposed ? rows : columns);
+    return strides;
   }
   static __device__ __forceinline__ int64_t row_stride(const FlashsciScoreStrides& s) {
     return kTransposed ? s.column : s.row;
@@ -91,7 +112,7 @@ struct BiasMaskTile {
     if (has_slopes(of.bias_mask)) {
       make_alibi(of, row, column);
     } else if (of.bias != nullptr) {
-      const FlashsciScoreStrides& strides = of.bias_mask.bias_strides;
+      const FlashsciScoreStrides strides = of.bias_strides();
       const int64_t step = of.column_stride(strides);
       if (!kTransposed && of.access.vector_bias) {
         each(strides, [&](int m, int half, int j, int64_t at) {

@@ -2,9 +2,9 @@
 //
 // Maths     As in kernel.cuh, with s_ij + bias_ij before the softmax and -inf for hidden scores;
 //           `capped`: with softcap tanh((scale q k^T + bias) / softcap). ALiBi with a mask is a bias
-//           that no memory holds.
+//           that no memory holds. A packed call has a bias of core/ragged_bias.cuh.
 // Roles     A unit of work is a query tile of kMembers neighbours along the dimension that shares
-//           the bias. Up to D = 64 CTAs are persistent: each takes a run of units, first the tiles,
+//           the bias; a CTA of a packed call has one. Up to D = 64 CTAs are persistent: each takes a run of units, first the tiles,
 //           then the other members, so that a bias is read while it is in L2. Every warp works on
 //           its rows of all members in turn and starts their scores from the one bias tile that it
 //           has converted: S = Q K^T + bias / scale costs nothing beyond the product.
@@ -78,6 +78,8 @@ struct BiasMaskWarp {
   using Stage = BiasMaskStage<C>;
   static constexpr int kMembers = C::kMembers;
   static constexpr bool kAnything = C::kBias == 0;
+  // Whether the call may be packed.
+  static constexpr bool kPacks = kAnything && !Drop::kDrops;
   static constexpr int kKeptQ = C::kKeepQ ? C::kHeadDim / 16 : 1;
   using KeptQ = uint32_t[kKeptQ][C::kM][4];  // Q [kRows, D] of a member
   static constexpr int kQBytes = C::kBlockQ * T::kRowBytes;
@@ -87,15 +89,16 @@ struct BiasMaskWarp {
   const FlashsciForwardParams& p;
   const ForwardPlan& plan;
   const BiasMaskPlan& bias_mask;
+  const BiasMaskSequence& sequence;
   const Drop dropping;
   const typename Drop::Seed seed = dropping.read_seed();
-  const int seq_q = p.seq_q, seq_k = p.seq_k;
+  const int seq_q = sequence.seq_q, seq_k = sequence.seq_k;
   const int warp = ptx::redux_max(threadIdx.x / 32), lane = threadIdx.x % 32;
   const Window window{kAnything ? p.window_left : -1, kAnything ? p.window_right : -1,
                       p.lower_right != 0, seq_q, seq_k};
   uint32_t unit = blockIdx.x * bias_mask.units + min(blockIdx.x, bias_mask.units_rest);
   const uint32_t end_unit = unit + bias_mask.units + (blockIdx.x < bias_mask.units_rest);
-  BiasMaskFetch<C, kVector> fetch{shared, unit, end_unit};
+  BiasMaskFetch<C, kVector, kPacks> fetch{shared, sequence, unit, end_unit};
   uint32_t stage = ptx::shared_address(shared.stage);  // the current one
 
   // The current unit.
@@ -114,7 +117,8 @@ struct BiasMaskWarp {
   }
   __device__ __forceinline__ Unit start_unit() const {
     const BiasMaskPlace place(unit, kMembers, p, plan, bias_mask);
-    const int tile_row = place.tile * C::kBlockQ, warp_row = tile_row + warp * C::kRows;
+    const int tile_row = (fetch.is_packed(p) ? sequence.tile : place.tile) * C::kBlockQ;
+    const int warp_row = tile_row + warp * C::kRows;
     const KeyTiles<C> tiles(window, tile_row, seq_q);
     const WarpKeys<C> keys(window, warp_row, seq_q);
     const uint8_t* mask = p.bias_mask.mask;
@@ -237,9 +241,10 @@ struct BiasMaskWarp {
     // Recomputed rather than kept through the loop.
     const BiasMaskPlace home(opaque(unit), kMembers, p, plan, bias_mask);
     auto* out = static_cast<uint16_t*>(p.out) + home.offset(p.out_strides, home.head) +
-                warp_row * p.out_strides.row;
-    float* lse =
-        p.lse + ((home.batch0 * p.batch1 + home.batch1) * p.heads_q + home.head) * seq_q + warp_row;
+                (sequence.first_q + warp_row) * p.out_strides.row;
+    float* lse = p.lse +
+                 ((home.batch0 * p.batch1 + home.batch1) * p.heads_q + home.head) * p.seq_q +
+                 sequence.first_q + warp_row;
 #pragma unroll
     for (int r = 0; r < kMembers; ++r) {
       if (r >= home.count) break;
@@ -286,7 +291,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   auto& shared = *reinterpret_cast<BiasMaskStorage<C>*>(shared_memory);
   poison_block(&shared, sizeof(shared));
   using Dropped = Dropping<Drop...>;
-  BiasMaskWarp<Op, C, kVector, Dropped>{shared, p, plan, bias_mask, Dropped(dropout...)}.run();
+  using Warp = BiasMaskWarp<Op, C, kVector, Dropped>;
+  BiasMaskSequence sequence(p);
+  if constexpr (Warp::kPacks) {
+    if (p.cu_seqlens_q != nullptr) {  // then a CTA has one unit
+      const BiasMaskPlace place(blockIdx.x, C::kMembers, p, plan, bias_mask);
+      if (!sequence.find<C>(place.tile, p)) return;
+    }
+  }
+  Warp{shared, p, plan, bias_mask, sequence, Dropped(dropout...)}.run();
 }
 
 }  // namespace flashsci::sm80::fwd

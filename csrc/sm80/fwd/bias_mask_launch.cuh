@@ -24,7 +24,8 @@ cudaError_t launch_bias_mask_tiling(const FlashsciForwardParams& p, BiasMaskPlan
                                            C::kSlots * sizeof(BiasMaskStage<C>),
                 "the plan has no padding");
   static_assert(sizeof(Storage) <= 99 * 1024, "sm_86 and sm_89 have no more");
-  const int64_t tiles = (int64_t{p.seq_q} + C::kBlockQ - 1) / C::kBlockQ;
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const int64_t tiles = num_tiles(p.seq_q, C::kBlockQ, p.num_seqs, packed);
   bias_mask.groups = (bias_mask.members + C::kMembers - 1) / C::kMembers;
   const int64_t units =
       tiles * p.heads_q * p.batch0 * p.batch1 / std::max(bias_mask.members, 1u) * bias_mask.groups;
@@ -32,7 +33,7 @@ cudaError_t launch_bias_mask_tiling(const FlashsciForwardParams& p, BiasMaskPlan
   if (units > INT32_MAX || p.batch0 * p.batch1 > INT32_MAX) return cudaErrorInvalidValue;
   // Units of different length are left to the hardware's scheduler.
   int64_t blocks = units;
-  if (C::kPersistent && p.window_left < 0 && p.window_right < 0)
+  if (C::kPersistent && !packed && p.window_left < 0 && p.window_right < 0)
     blocks = std::min<int64_t>(units, int64_t{C::kMinBlocks} * processors_of(p.device));
   bias_mask.units = static_cast<uint32_t>(units / blocks);
   bias_mask.units_rest = static_cast<uint32_t>(units % blocks);
@@ -103,6 +104,7 @@ inline BiasMaskPlan bias_mask_plan_of(const FlashsciForwardParams& p) {
         static_cast<uint64_t>(bias.batch0 | bias.batch1 | bias.head | bias.row) * size | 16;
     bias_mask.bias_copy = static_cast<int32_t>(bits & -bits);
     if (p.seq_k * int64_t{size} % 16 != 0) bias_mask.bias_copy = std::min(bias_mask.bias_copy, 8);
+    if (has_ragged_bias(p)) bias_mask.bias_copy = size;  // rows begin anywhere
   }
   // The last word of a row may end behind the keys, before the next row.
   bias_mask.aligned_mask = mask.column == 1 && (p.seq_k % 4 == 0 || mask.row > p.seq_k) &&
@@ -138,10 +140,10 @@ inline BiasMaskPlan bias_mask_plan_of(const FlashsciForwardParams& p) {
   return bias_mask;
 }
 
-// Dense problems with a bias or a mask, any strides.
+// Dense problems with a bias or a mask, and packed ones with a bias; any strides.
 template <class Op>
 cudaError_t launch_forward_bias_mask(const FlashsciForwardParams& p, cudaStream_t stream) {
-  if (p.cu_seqlens_q != nullptr) return cudaErrorNotSupported;
+  if (p.cu_seqlens_q != nullptr && !has_ragged_bias(p)) return cudaErrorNotSupported;
   const BiasMaskPlan bias_mask = bias_mask_plan_of(p);
   const int width = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
   if (width <= 32) return launch_bias_mask_padded<Op, 32>(p, bias_mask, stream);

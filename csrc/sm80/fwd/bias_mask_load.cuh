@@ -6,6 +6,8 @@
 
 #include "../../core/alibi.cuh"
 #include "../../core/mask.cuh"
+#include "../../core/ragged_bias.cuh"
+#include "../../core/varlen.cuh"
 #include "bias_mask_tile.cuh"
 #include "config.cuh"
 #include "rows.cuh"
@@ -78,6 +80,28 @@ struct BiasMaskPlace {
   }
 };
 
+// The sequence of a packed call that a unit works on. Dense calls have one, and the tile of a unit is
+// that of its place.
+struct BiasMaskSequence {
+  int tile, first_q, seq_q, first_k, seq_k;
+  int64_t first_bias;  // elements from the bias of a head to its first one
+
+  __device__ __forceinline__ explicit BiasMaskSequence(const FlashsciForwardParams& p)
+      : tile(0), first_q(0), seq_q(p.seq_q), first_k(0), seq_k(p.seq_k), first_bias(0) {}
+
+  // Of slot `slot` of a head. Returns whether there is a tile.
+  template <class C>
+  __device__ __forceinline__ bool find(int slot, const FlashsciForwardParams& p) {
+    const TileOfSequence found =
+        find_tile<C::kBlockQ>(slot, p.cu_seqlens_q, p.cu_seqlens_k, p.num_seqs, p.seq_q, p.seq_k);
+    tile = found.tile, first_q = found.first_q, seq_q = found.seq_q;
+    first_k = found.first_k, seq_k = found.seq_k;
+    first_bias = ragged_start(p.bias_mask, found.segment - 1, first_k, seq_q, seq_k);
+    if (first_bias < 0) seq_k = 0;
+    return tile >= 0 && tile * C::kBlockQ < seq_q;
+  }
+};
+
 template <class C>
 __device__ __forceinline__ uint32_t next_stage(uint32_t stage, BiasMaskStorage<C>& shared) {
   const uint32_t first = ptx::shared_address(shared.stage);
@@ -96,9 +120,10 @@ struct BiasMaskCopies {
 template <class C>
 struct BiasMaskCopies<C, false> {};
 
-// The stage whose copies start next.
-template <class C, bool kVector>
+// The stage whose copies start next. kPacks: the call may be packed.
+template <class C, bool kVector, bool kPacks>
 struct BiasMaskFetch {
+  const BiasMaskSequence& sequence;
   uint32_t unit;
   const uint32_t end_unit;
   int tile, first_tile, tile_row;
@@ -108,8 +133,21 @@ struct BiasMaskFetch {
   const uint8_t* mask;        // [seq_k]
   BiasMaskCopies<C> copies;
 
-  __device__ __forceinline__ BiasMaskFetch(BiasMaskStorage<C>& shared, uint32_t first, uint32_t end)
-      : unit(first), end_unit(end), stage(ptx::shared_address(shared.stage)) {}
+  __device__ __forceinline__ BiasMaskFetch(BiasMaskStorage<C>& shared, const BiasMaskSequence& of,
+                                           uint32_t first, uint32_t end)
+      : sequence(of), unit(first), end_unit(end), stage(ptx::shared_address(shared.stage)) {}
+
+  // Of packed calls: rows of pairs are as long as the sequence.
+  static __device__ __forceinline__ bool is_packed(const FlashsciForwardParams& p) {
+    return kPacks && p.cu_seqlens_q != nullptr;
+  }
+  __device__ __forceinline__ FlashsciScoreStrides
+  bias_strides(const FlashsciForwardParams& p) const {
+    FlashsciScoreStrides strides = p.bias_mask.bias_strides;
+    if (is_packed(p))
+      strides.row = row_of_pairs(strides, p.bias_mask.mask_strides.batch0 != 0, sequence.seq_k);
+    return strides;
+  }
 
   // Goes to the first unit from `unit` on that has keys, and starts the copies of its Q.
   __device__ __forceinline__ void seek(BiasMaskStorage<C>& shared, const FlashsciForwardParams& p,
@@ -117,24 +155,26 @@ struct BiasMaskFetch {
                                        const Window& window) {
     for (; unit < end_unit; ++unit) {
       const BiasMaskPlace place(unit, C::kMembers, p, plan, bias_mask);
-      tile_row = place.tile * C::kBlockQ;
-      const KeyTiles<C> tiles(window, tile_row, p.seq_q);
+      tile_row = (is_packed(p) ? sequence.tile : place.tile) * C::kBlockQ;
+      const KeyTiles<C> tiles(window, tile_row, sequence.seq_q);
       if (tiles.first >= tiles.end) continue;
       tile = tiles.end - 1, first_tile = tiles.first, count = place.count;
       const auto* q = static_cast<const uint16_t*>(p.q) + place.offset(p.q_strides, place.head) +
-                      tile_row * p.q_strides.row;
+                      (sequence.first_q + tile_row) * p.q_strides.row;
 #pragma unroll
       for (int r = 0; r < C::kMembers; ++r)
         if (r < count)
           load_tile<C::kBlockQ, C::kHeadDim, C::kThreads, kVector, true>(
               ptx::shared_address(shared.q[unit % C::kUnitsQ][r]), q + r * bias_mask.q_step,
-              p.q_strides.row, p.seq_q - tile_row, p.head_dim, p.copy_bytes);
+              p.q_strides.row, sequence.seq_q - tile_row, p.head_dim, p.copy_bytes);
       const uint32_t head_k = place.head / static_cast<uint32_t>(p.heads_q / p.heads_k);
-      k = static_cast<const uint16_t*>(p.k) + place.offset(p.k_strides, head_k);
-      v = static_cast<const uint16_t*>(p.v) + place.offset(p.v_strides, head_k);
-      const FlashsciScoreStrides& bias_strides = p.bias_mask.bias_strides;
+      k = static_cast<const uint16_t*>(p.k) + place.offset(p.k_strides, head_k) +
+          sequence.first_k * p.k_strides.row;
+      v = static_cast<const uint16_t*>(p.v) + place.offset(p.v_strides, head_k) +
+          sequence.first_k * p.v_strides.row;
+      const FlashsciScoreStrides strides = bias_strides(p);
       bias = static_cast<const unsigned char*>(p.bias_mask.bias) +
-             (place.offset(bias_strides, place.head) + tile_row * bias_strides.row) *
+             (place.offset(strides, place.head) + sequence.first_bias + tile_row * strides.row) *
                  (p.bias_mask.bias_is_fp32 ? 4 : 2);
       mask = p.bias_mask.mask + place.offset(p.bias_mask.mask_strides, place.head);
       if constexpr (C::kBias != 0) {
@@ -142,7 +182,7 @@ struct BiasMaskFetch {
         copies.k.start(k + key * p.k_strides.row, p.k_strides.row);
         copies.v.start(v + key * p.v_strides.row, p.v_strides.row);
         copies.bias.start(reinterpret_cast<const uint16_t*>(bias) + key * (C::kBias / 2),
-                          bias_strides.row * (C::kBias / 2));
+                          strides.row * (C::kBias / 2));
       }
       return;
     }
@@ -186,7 +226,7 @@ struct BiasMaskFetch {
       load_bias<C>(
           to + offsetof(BiasMaskStage<C>, bias),
           bias + key * p.bias_mask.bias_strides.column * (p.bias_mask.bias_is_fp32 ? 4 : 2),
-          p.bias_mask.bias_strides, p.bias_mask.bias_is_fp32 != 0, p.seq_q - tile_row, keys,
+          bias_strides(p), p.bias_mask.bias_is_fp32 != 0, sequence.seq_q - tile_row, keys,
           bias_mask.bias_copy);
   }
 
@@ -195,7 +235,7 @@ struct BiasMaskFetch {
                                         const ForwardPlan& plan, const BiasMaskPlan& bias_mask,
                                         const Window& window) {
     if (unit >= end_unit) return;
-    const int key = tile * C::kBlockK, keys = p.seq_k - key;
+    const int key = tile * C::kBlockK, keys = sequence.seq_k - key;
     if constexpr (C::kBias != 0)
       copy_plainly(stage, p, bias_mask, keys);
     else

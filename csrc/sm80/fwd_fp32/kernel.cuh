@@ -200,8 +200,9 @@ struct ForwardWarp {
   __device__ __forceinline__ ForwardWarp(ForwardStorage<C>& shared_,
                                          const FlashsciForwardParams& p_,
                                          const ForwardFp32Plan& plan_, const HeadCoord& place_,
-                                         const TileOfSequence& work_, KeyStream& stream_,
-                                         PairTile& pair_tile_, ForwardRows<C>& rows_)
+                                         const TileOfSequence& work_, int64_t first_bias,
+                                         KeyStream& stream_, PairTile& pair_tile_,
+                                         ForwardRows<C>& rows_)
       : p(p_),
         plan(plan_),
         shared(shared_),
@@ -224,7 +225,7 @@ struct ForwardWarp {
         v_high(start_of_dims<KTile>(stream.tile(1), false)),
         three(p.precision == FLASHSCI_TF32X3),
         bias_mask(p.bias_mask, plan.bias_mask, place, place.head, work.seq_q, work.seq_k,
-                  p.lower_right != 0, p.cu_seqlens_q != nullptr ? work.segment - 1 : 0),
+                  p.lower_right != 0, first_bias),
         pair_tile(pair_tile_),
         rows(rows_) {}
 
@@ -386,11 +387,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
   const int tile_row = work.tile * C::kBlockQ;
   if (work.tile < 0 || tile_row >= work.seq_q) return;
+  int64_t first_bias = 0;
+  if constexpr (kHasBiasMask) {
+    if (p.cu_seqlens_q != nullptr)
+      first_bias =
+          BiasMaskOfHead<>::first_of(p, work.segment - 1, work.first_k, work.seq_q, work.seq_k);
+    if (first_bias < 0) work.seq_k = 0;
+  }
   using Warp = ForwardWarp<C, kHasBiasMask>;
   typename Warp::KeyStream stream(shared.stream);
   typename Warp::PairTile pair_tile;
   ForwardRows<C> rows;
-  Warp(shared, p, plan, place, work, stream, pair_tile, rows).run();
+  Warp(shared, p, plan, place, work, first_bias, stream, pair_tile, rows).run();
 }
 
 }  // namespace flashsci::sm80::fwd_fp32

@@ -23,7 +23,7 @@ cudaError_t launch_forward_tile(const FlashsciForwardParams& p, cudaStream_t str
   plan.cap = p.softcap;
   plan.inverse_cap = p.bias_mask.capped ? 1.f / p.softcap : 0.f;
   plan.vector_out = takes_paired_stores(p.out, p.out_strides, p.head_dim_v);
-  plan.bias_mask = BiasMaskAccess::of(p.bias_mask, p.seq_k);
+  plan.bias_mask = BiasMaskAccess::of(p, p.bias_mask, p.seq_k);
 
   constexpr auto kernel = forward_fp32_kernel<C, kHasBiasMask>;
   constexpr int kSharedBytes = sizeof(ForwardStorage<C>);

@@ -38,6 +38,7 @@ __all__ = [
     "prepared_forward",
     "reads_ragged_bias",
     "rejects",
+    "slope_sums",
     "stale",
     "takes_bias",
     "takes_pairs",
@@ -84,21 +85,20 @@ def _require_served(tensors: Tensors, scalars: Scalars) -> None:
     would ignore it."""
     if _lacks(tensors, scalars):
         raise BackendError(
-            "flashsci: the cuda backend has no alibi_slopes beside a bias or key_weight and no bias of packed "
-            f"sequences, {DROPPING.removeprefix('it ')}, and {WEIGHTED.removeprefix('it ')}; "
+            "flashsci: the cuda backend has no alibi_slopes beside a bias or key_weight, "
+            f"{DROPPING.removeprefix('it ')}, and {WEIGHTED.removeprefix('it ')}; "
             "use backend='triton'"
         )
 
 
 def _lacks(tensors: Tensors, scalars: Scalars) -> bool:
     """Whether a call has a feature that no kernel of the library has."""
-    packed_bias = tensors.cu_seqlens_q is not None and tensors.bias is not None
     weighted = tensors.key_weight is not None and not decisions.takes_weights(tensors, scalars)
     alibi = tensors.alibi_slopes is not None and (tensors.bias is not None or tensors.key_weight is not None)
-    packed_slopes = tensors.alibi_slopes is not None and tensors.cu_seqlens_q is not None
+    packed = layouts.has_packed_bias(tensors) or (tensors.alibi_slopes is not None and tensors.cu_seqlens_q is not None)
     wide = max(tensors.q.shape[-1], tensors.v.shape[-1]) > 128
-    undropped = tensors.q.dtype == torch.float32 or wide or tensors.key_weight is not None or packed_slopes
-    return (bool(scalars.dropout_p) and undropped) or alibi or weighted or packed_bias
+    undropped = tensors.q.dtype == torch.float32 or wide or tensors.key_weight is not None or packed
+    return (bool(scalars.dropout_p) and undropped) or alibi or weighted
 
 
 def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation: int = 0) -> bool:
@@ -120,7 +120,7 @@ def takes_pairs(tensors: Tensors, scalars: Scalars, generation: int = 0) -> bool
 def _takes_bias(tensors: Tensors, scalars: Scalars, generation: int) -> int:
     if tensors.bias is None or library.load() is not None or _lacks(tensors, scalars):
         return 0
-    if not prepared.has_scores(tensors):
+    if not prepared.has_scores(tensors) or layouts.has_packed_bias(tensors):
         return 0
     if tensors.q.device.type != "cuda":
         return 0
@@ -138,7 +138,7 @@ def prepared_forward(
 
     if library.load() is not None or _lacks(tensors, scalars) or not prepared.has_scores(tensors):
         return general
-    if library.fills_results() or scalars.dropout_p:
+    if library.fills_results() or scalars.dropout_p or layouts.has_packed_bias(tensors):
         return general
     weighted = tensors.key_weight is not None
     if tensors.key_weight is not None and tensors.key_weight.dtype != torch.float32:
@@ -154,7 +154,8 @@ def backward(
     """dq, dk, dv, dbias, dkey_weight of a call that `backward_kernels` accepts."""
     _require_served(saved.tensors, saved.scalars)
     tensors = layouts.whole_rows(saved.tensors.laid_out())
-    q, weights = tensors.q, tensors.key_weight
+    q, bias, weights = tensors.q, tensors.bias, tensors.key_weight
+    tensors = layouts.with_own_heads(tensors, need)
     dout = None if dout is None else rows(dout)
     out, lse = rows(saved.out), saved.lse.contiguous()
     if weights is not None:
@@ -164,13 +165,19 @@ def backward(
     if weights is None:
         last = layouts.last_options(tensors, saved.scalars)
         unweighted = (False, *last) if last else ()
-        result: tuple[Tensor, ...] = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, *unweighted)
-        return *result, q.new_empty(0)
+        *rows_of, dbias = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, *unweighted)
+        return *rows_of, layouts.summed(dbias, bias), q.new_empty(0)
     need = layouts.bias_or_weights_needed(need)
     *found, dweights = _call(library.ops[1], generation, dout, dlse, *inputs, *options, need, True)
     if need & NEED_BIAS:
         dweights = dweights.reshape(weights.shape).to(weights.dtype)
     return *found, q.new_empty(0), dweights
+
+
+def slope_sums(dout: Tensor | None, dlse: Tensor | None, saved: Saved, generation: int = 0) -> Tensor:
+    """The gradient of ALiBi slopes as sums over keys, fp32 [*, Hq, Sq]: those of the rows of a head make that of its
+    slope."""
+    return backward(dout, dlse, saved, NEED_BIAS, generation)[3]
 
 
 def prepared_backward(
@@ -191,7 +198,7 @@ def prepared_backward(
     in_rows = all(x is None or x.stride(-1) == 1 for x in (dout, saved.out))
     if not in_rows or not saved.lse.is_contiguous() or not prepared.has_scores(saved.tensors):
         return general
-    if library.fills_results() or scalars.dropout_p:
+    if library.fills_results() or scalars.dropout_p or layouts.has_packed_bias(saved.tensors):
         return general
     weighted = saved.tensors.key_weight is not None
     if saved.tensors.key_weight is not None and saved.tensors.key_weight.dtype != torch.float32:
@@ -219,6 +226,7 @@ def _restricted_to(generation: int) -> SimpleNamespace:
         hopper_takes=hopper_takes,
         forward=functools.partial(forward, generation=generation),
         backward=functools.partial(backward, generation=generation),
+        slope_sums=functools.partial(slope_sums, generation=generation),
         takes_bias=functools.partial(takes_bias, generation=generation),
         takes_pairs=functools.partial(takes_pairs, generation=generation),
         prepared_forward=functools.partial(prepared_forward, generation=generation),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from flashsci.backends.cuda import decisions, fp8, library, paged
-from flashsci.call import kinds
+from flashsci.call import derivatives, kinds
 from flashsci.call.fp8_ops import FP8
 from flashsci.call.problem import Problem
 
@@ -19,7 +19,9 @@ _ROWS = frozenset(("q", "k", "v"))
 _OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
 #: The tensors that the library reads, by kind of call; a sink by the pass behind its kernels (flashsci/call/sink.py).
 READS = {
-    kinds.ATTENTION: _ROWS | _OFFSETS | {"bias", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed"},
+    kinds.ATTENTION: _ROWS
+    | _OFFSETS
+    | {"bias", "bias_offsets", "key_weight", "mask", "alibi_slopes", "sink", "dropout_seed"},
     kinds.PAGED: frozenset(
         ("q", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_q", "sink", "k_scale", "v_scale")
     ),
@@ -70,15 +72,17 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
 
     ``generation``: the only one to consider; it checks strides itself.
     """
-    if problem.alibi_grad:
-        return 0, "its alibi_slopes have no gradient"
+    if problem.alibi_further or (problem.alibi_grad and problem.sink):
+        return 0, derivatives.lacks("cuda", "alibi_slopes")
     if problem.alibi and (problem.bias or problem.key_weight):
         return 0, "it has alibi_slopes only without bias and key_weight"
-    if problem.varlen and problem.bias:
-        return 0, "it has no bias for packed sequences"
+    if kind == "backward" and problem.varlen and problem.bias_grad and not _has_ragged_gradient(problem):
+        return 0, RAGGED_GRADIENT
     if problem.dropout_p and (problem.dtype == torch.float32 or problem.key_weight):
         return 0, DROPPING
-    if problem.dropout_p and ((problem.varlen and problem.alibi) or max(problem.head_dim, problem.head_dim_v) > 128):
+    if problem.dropout_p and (
+        (problem.varlen and (problem.alibi or problem.bias)) or max(problem.head_dim, problem.head_dim_v) > 128
+    ):
         return 0, DROPPING
     if problem.dtype == torch.float32 and problem.precision == "ieee":
         return (
@@ -101,12 +105,14 @@ def _kernels(kind: str, problem: Problem, generation: int = 0, strides: bool = F
     for given, name in (
         (problem.dropout_p, "dropout"),
         (problem.alibi, "alibi_slopes"),
+        (problem.varlen and problem.bias, "a bias of packed sequences"),
         (problem.key_weight, "key_weight"),
         (problem.caps_bias, "a softcap of biased scores (softcap_at='biased')"),
     ):
         if given and (generation not in (0, 80) or capability < 80):
             return 0, f"only its kernels for compute capability 8.0 and newer (sm80) have {name}"
-    if problem.dropout_p or problem.alibi or problem.key_weight or problem.caps_bias:
+    packed_bias = problem.varlen and problem.bias
+    if problem.dropout_p or problem.alibi or problem.key_weight or problem.caps_bias or packed_bias:
         generation = 80
     units = dict.fromkeys(_UNITS, "dropout") if problem.dropout_p else _UNITS
     reason = None
@@ -170,8 +176,18 @@ def backward_kernels(problem: Problem, strides: bool = False, generation: int = 
 #: The calls with dropout that csrc/sm80/dropout takes.
 DROPPING = (
     "it has dropout for float16 and bfloat16 calls of head dims up to 128 without key_weight, and for packed sequences "
-    "without alibi_slopes"
+    "without alibi_slopes and bias"
 )
+
+#: The biases of packed sequences that have a gradient in csrc/sm80.
+RAGGED_GRADIENT = (
+    "its gradient of a bias of packed sequences is that of a bias per pair, without a softcap of the scores below it"
+)
+
+
+def _has_ragged_gradient(problem: Problem) -> bool:
+    return problem.ragged_bias and (not problem.softcap or problem.caps_bias)
+
 
 #: The calls with key weights that csrc/sm80 takes.
 WEIGHTED = "it has key_weight for dense calls without bias and alibi_slopes"

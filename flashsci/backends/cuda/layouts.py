@@ -1,5 +1,5 @@
 """The form in which the library takes tensors: key weights, in whole rows of 16 bytes, or slopes of ALiBi in the place of
-a bias."""
+a bias; a bias of packed sequences with neighbouring keys, and with heads of its own if it has a gradient."""
 
 from __future__ import annotations
 
@@ -32,18 +32,43 @@ def inputs(tensors: Tensors) -> tuple[Tensor | None, ...]:
     """The tensors in the order of the library's ops, which have no others."""
     t = tensors
     bias = bias_or_weights(t) if t.alibi_slopes is None else _slopes(t)
+    if bias is not None and has_packed_bias(t) and bias.stride(-1) != 1:
+        bias = bias.contiguous()
     return t.q, t.k, t.v, bias, t.mask, t.cu_seqlens_q, t.cu_seqlens_k
 
 
 def last_options(tensors: Tensors, scalars: Scalars) -> tuple[Any, ...]:
     """The last arguments of an op: whether the tensors have slopes, whether the softcap bounds them or a bias, then those
-    of dropout; as many as the call needs."""
+    of dropout, and the starts of the blocks of a packed bias; as many as the call needs."""
     slopes = tensors.alibi_slopes is not None
+    if tensors.bias_offsets is not None:
+        return slopes, scalars.caps_bias, None, 0.0, tensors.bias_offsets
     if scalars.dropout_p:
         return slopes, scalars.caps_bias, tensors.dropout_seed, scalars.dropout_p
     if scalars.caps_bias:
         return slopes, True
     return (True,) if slopes else ()
+
+
+def has_packed_bias(tensors: Tensors) -> bool:
+    """Whether a call has a bias of packed sequences."""
+    return tensors.bias is not None and tensors.cu_seqlens_q is not None
+
+
+def with_own_heads(tensors: Tensors, need: int) -> Tensors:
+    """The tensors for gradients; a bias of packed sequences that heads share becomes one of every head in fp32, because
+    kernels write its gradient for every head. :func:`summed` adds these up."""
+    bias, heads = tensors.bias, tensors.q.shape[0]
+    if bias is None or not has_packed_bias(tensors) or not need & NEED_BIAS or bias.shape[0] == heads:
+        return tensors
+    return tensors._replace(bias=bias.contiguous().float().expand(heads, *bias.shape[1:]))
+
+
+def summed(dbias: Tensor, bias: Tensor | None) -> Tensor:
+    """The gradient of a bias from that of its copy by :func:`with_own_heads`."""
+    if bias is None or dbias.dim() != bias.dim() or dbias.shape == bias.shape:
+        return dbias
+    return dbias.sum(0, keepdim=True).to(bias.dtype)
 
 
 def options(scalars: Scalars) -> tuple[Any, ...]:

@@ -95,7 +95,8 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, *given: Any) -> tup
     """Results of the library's op, to which key weights are a bias."""
     need = given[len(_INPUTS) + len(_OPTIONS)]  # `weighted` may follow
     left, right = (given[len(_INPUTS) + _OPTIONS.index(name)] for name in ("window_left", "window_right"))
-    return fake_backward(Tensors(*given[:4]), need, left >= 0 or right >= 0)[:4]
+    packed = given[_INPUTS.index("cu_seqlens_q")] is not None
+    return fake_backward(Tensors(*given[:4]), need, packed or left >= 0 or right >= 0)[:4]
 
 
 def _fake_fp8_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:

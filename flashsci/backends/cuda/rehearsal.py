@@ -72,7 +72,7 @@ def backward_kernels(
     generation: int = 0,
 ) -> Kernels | None:
     """The kernels that compute the gradients named by ``need`` (:data:`flashsci.call.ops.NEED_Q`, ...), as :func:`forward_kernels`."""
-    tensors, scalars = saved.tensors, saved.scalars
+    tensors, scalars = layouts.with_own_heads(saved.tensors, need), saved.scalars
     weighted = tensors.key_weight is not None
     return _asked(
         "cuda_backward_kernels", dout, dlse, *layouts.inputs(tensors), saved.out, saved.lse, *layouts.options(scalars), scalars.deterministic,

@@ -57,6 +57,7 @@ if INTERPRETED:
 _KEYS = ("CUDA", "CPU") if INTERPRETED else ("CUDA",)
 forward = ops.define("triton", "forward", checks.forward(dense.forward), _KEYS)
 backward = ops.define("triton", "backward", checks.backward(dense.backward), _KEYS)
+slope_sums = dense.slope_sums
 jvp = ops.define("triton", "jvp", checks.jvp(second_order.jvp), _KEYS)
 ops.define("triton", "many_jvp", checks.many_jvp(many_jvp.many_jvp), _KEYS)
 directions.share("triton", "jvp", many_jvp.shares)

@@ -54,8 +54,9 @@ def test_dense_against_row_by_row(part):
             leaves["sink"] = inputs.sink.requires_grad_()
         if inputs.pair_gate is not None:
             leaves["pair_gate"] = inputs.pair_gate.requires_grad_()
-        slopes = inputs.alibi_slopes
-        out, lse = naive(**leaves, mask=inputs.mask, alibi_slopes=slopes, **options)
+        if inputs.alibi_slopes is not None:
+            leaves["alibi_slopes"] = inputs.alibi_slopes.requires_grad_(inputs.alibi_grad)
+        out, lse = naive(**leaves, mask=inputs.mask, **options)
         written = {"out": out.detach(), "lse": lse.detach()}
         wanted = {f"d{n}": x for n, x in leaves.items() if x.requires_grad}
         dlse = torch.zeros_like(lse) if inputs.dlse is None else inputs.dlse

@@ -1,11 +1,16 @@
 """ALiBi in the library: the kernels that it would launch, and the calls that it leaves to others, without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+import flashsci
+from flashsci.backends import cuda, reference
 from flashsci.backends.cuda import rehearsal
 from flashsci.call.ops import NEED_BIAS, NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
+from flashsci.choice import preferences
 from tests.support.rehearsed import check_served, empty, require_library
 
 ROWS = NEED_Q | NEED_K | NEED_V
@@ -14,7 +19,7 @@ PROBLEM = Problem("cuda", (8, 0), torch.float16, 4, 4, 64, 64, batch=(2,), seq_q
 
 
 @pytest.fixture(autouse=True)
-def library():
+def built():
     require_library("slopes")
 
 
@@ -81,11 +86,59 @@ def test_slopes_that_do_not_fit(tensors, reason):
         rehearsal.forward_kernels(tensors, SCALARS, rehearsal.H100)
 
 
-def test_slopes_have_no_gradient_in_the_library():
-    tensors = dense(empty(4))
-    saved = Saved(tensors, *fake_forward(tensors), SCALARS)
-    with pytest.raises(RuntimeError, match="no gradient here"):
-        rehearsal.backward_kernels(saved.out, None, saved, ROWS | NEED_BIAS, rehearsal.H100)
+@pytest.mark.parametrize("device", (rehearsal.A100, rehearsal.H100))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+@pytest.mark.parametrize("kind", ("dense", "packed", "dropout"))
+def test_the_kernels_of_learnt_slopes(kind, dtype, device):
+    """The kernel of queries, behind that of the statistics."""
+    tensors, scalars = packed(empty(3, 4), dtype=dtype) if kind == "packed" else dense(empty(4), dtype=dtype), SCALARS
+    if kind == "dropout":
+        tensors = tensors._replace(dropout_seed=empty(2, dtype=torch.int64))
+        scalars = scalars._replace(dropout_p=0.5)
+        if dtype == torch.float32:
+            return  # which has no dropout
+    saved = Saved(tensors, *fake_forward(tensors), scalars)
+    alone = rehearsal.backward_kernels(saved.out, None, saved, NEED_BIAS, device)
+    half = "" if dtype != torch.float32 else "_fp32"
+    assert [name.rpartition("/")[2] for name in alone] == [
+        f"statistics{half}_kernel",
+        "backward_queries_kernel" if half == "" else "backward_fp32_kernel",
+    ]
+    every = rehearsal.backward_kernels(saved.out, None, saved, ROWS | NEED_BIAS, device)
+    assert every[0] == alone[0] and every[-1] == alone[-1] and len(every) > 2
+
+
+@pytest.mark.parametrize("rows_too", (True, False))
+def test_learnt_slopes_take_one_more_call(stand_in, rows_too):
+    """The library's op, stood in for by formulas of the reference: the gradient of slopes comes from its sums over keys."""
+    q, k, v, slopes = torch.randn(2, 4, 10, 16), torch.randn(2, 4, 12, 16), torch.randn(2, 4, 12, 16), torch.rand(4)
+    distances = (torch.arange(10)[:, None] - torch.arange(12)).abs()
+    asked = []
+
+    def backward(dout, dlse, saved, need, generation=0):
+        asked.append(need)
+        with torch.enable_grad():
+            addend = torch.zeros(2, 4, 10, 12, requires_grad=True)
+            leaves = [x.detach().requires_grad_() for x in saved.tensors[:3]]
+            out, _ = reference.forward(
+                saved.tensors._replace(**dict(zip("qkv", leaves, strict=True)), bias=addend), SCALARS
+            )
+            *found, dscores = torch.autograd.grad(out, (*leaves, addend), dout)
+        return (*found, -(dscores * distances).sum(-1) if need & NEED_BIAS else q.new_empty(0), q.new_empty(0))
+
+    stand_in(
+        cuda, rejects=lambda p: None, unavailable=lambda: None, backward_kernels=lambda *a, **b: (80, None), backward=backward,
+        forward=lambda tensors, scalars: reference.forward(tensors, SCALARS), hopper_takes=lambda *a: True, takes_pairs=lambda *a: False,
+    )  # fmt: skip
+
+    def gradients(name):
+        leaves = [x.clone().requires_grad_(rows_too or x is slopes) for x in (q, k, v, slopes)]
+        out = flashsci.attention(*leaves[:3], alibi_slopes=leaves[3], scale=SCALARS.scale, backend=name)
+        return torch.autograd.grad(out.sum(), [x for x in leaves if x.requires_grad])
+
+    for found, due in zip(gradients("cuda"), gradients("reference"), strict=True):
+        torch.testing.assert_close(found, due)
+    assert asked == [ROWS, NEED_BIAS][1 - rows_too :]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +152,20 @@ def test_slopes_have_no_gradient_in_the_library():
         (dict(capability=(7, 5)), "only its kernels for compute capability 8.0 and newer"),
         (dict(bias_shape=(1, 4, 100, 100), bias_dtype=torch.float16), "only without bias and key_weight"),
         (dict(key_weight=True, dtype=torch.float32, seq_q=8, seq_k=8), "only without bias and key_weight"),
-        (dict(alibi_grad=True, requires_grad=True), "have no gradient"),
+        (dict(alibi_grad=True, requires_grad=True), None),
+        (dict(alibi_grad=True, requires_grad=True, dtype=torch.float32), None),
+        (dict(alibi_grad=True, requires_grad=True, varlen=True, batch=None), None),
+        (dict(alibi_grad=True, requires_grad=True, sink=True), "but the gradient of an eager call without sink"),
+        (dict(alibi_grad=True, alibi_further=True, requires_grad=True), "but the gradient of an eager call"),
     ],
 )
 def test_the_calls_that_the_backend_serves(change, reason):
     check_served(PROBLEM, change, reason)
+
+
+def test_auto_leaves_them_to_triton():
+    for change in ({}, dict(alibi_grad=True, requires_grad=True)):
+        problem = replace(PROBLEM, **change)
+        assert "cuda" in preferences.untimed(problem)
+        assert "cuda" not in preferences.find("calls", problem).order
+        assert "cuda" not in preferences.find("gradients", problem, 80, "triton").order

@@ -79,7 +79,7 @@ def test_no_older_kernel_bounds_a_bias():
         (dict(dropout_p=0.5), None),
         (dict(alibi=True, bias_shape=None, bias_dtype=None, bias_grad=False), None),
         (dict(capability=(7, 5)), "only its kernels for compute capability 8.0 and newer"),
-        (dict(varlen=True, batch=None), "no bias for packed sequences"),
+        (dict(varlen=True, batch=None, ragged_bias=True), None),
     ],
 )
 def test_the_calls_that_the_backend_serves(change, reason):

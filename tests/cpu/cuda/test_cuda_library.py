@@ -180,7 +180,7 @@ def test_driver_problem_is_answered_without_torch():
         ({"dtype": torch.float64}, ("float64",)),
         ({"capability": (7, 5)}, ("sm_75", "bfloat16", "float16", "float32")),
         ({"capability": (7, 0), "dtype": torch.float16}, ("sm_70", "float16")),
-        ({"varlen": True, "ragged_bias": True}, ("bias", "packed")),
+        ({"varlen": True, "ragged_bias": True, "capability": (7, 5), "dtype": torch.float16}, ("bias", "packed")),
         ({"dropout_p": 0.1}, ("dropout",)),
         ({"head_dim": 257}, ("256",)),
         ({"head_dim_v": 300}, ("256",)),
@@ -281,7 +281,7 @@ def test_features_that_were_refused_do_not_pass_silently():
     q = torch.zeros(1, 4, 8)
     with pytest.raises(
         flashsci.BackendError,
-        match="no alibi_slopes beside a bias or key_weight and no bias of packed sequences, has dropout",
+        match="no alibi_slopes beside a bias or key_weight, has dropout",
     ):
         backend.forward(ops.Tensors(q, q, q), SCALARS._replace(dropout_p=0.5))
 

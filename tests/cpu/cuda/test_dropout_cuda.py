@@ -99,7 +99,8 @@ def test_no_kernel_drops_silently(library, tensors):
         (dict(head_dim=128), None),
         (dict(dtype=torch.float32), "dropout for float16 and bfloat16"),
         (dict(head_dim_v=136), "of head dims up to 128"),
-        (dict(varlen=True, alibi=True), "without alibi_slopes"),
+        (dict(varlen=True, alibi=True), "without alibi_slopes and bias"),
+        (dict(varlen=True, ragged_bias=True), "without alibi_slopes and bias"),
     ],
 )
 def test_the_calls_that_the_backend_serves(change, reason):

@@ -13,7 +13,14 @@ import flashsci
 from flashsci.api.dropout import keep_threshold
 from flashsci.testing import Case, Inputs, Judge, Variant, generate, make_inputs
 from tests.cpu.emulator.emulated import build, emulate, is_found
-from tests.cpu.emulator.test_sm80_kernel import ROOMS, of_heads, parameters
+from tests.cpu.emulator.test_sm80_kernel import (
+    ROOMS,
+    learning_slopes,
+    learns_slopes,
+    of_heads,
+    parameters,
+    slope_gradient,
+)
 from tests.cpu.emulator.test_small_kernel import poisoned
 from tools.kernels.launchers import BackwardParams, Dropout, ForwardParams, _pointer, _score_strides, _strides
 
@@ -61,6 +68,9 @@ def backward(
     if x.bias is not None and x.bias_grad:
         dbias = torch.full(x.bias.shape, torch.nan, dtype=x.bias.dtype)
         p |= {"dbias": _pointer(dbias), "dbias_strides": _score_strides(dbias)}
+    sums = torch.full(lse.shape, torch.nan)
+    if learns_slopes(x):
+        p |= {"dbias": _pointer(sums)}
     p |= {"out": _pointer(out), "out_strides": _strides(out), "lse": _pointer(lse)}
     p |= {"dout": _pointer(dout), "dout_strides": _strides(dout)}
     p |= {"dlse": _pointer(x.dlse), "dlse_strides": _strides(x.dlse, last=False)}
@@ -70,11 +80,13 @@ def backward(
     params.workspace = (workspace.data_ptr() + 255) // 256 * 256
     assert emulate(library.emulate_backward, params, x.q.dtype == torch.bfloat16, seed)
     found = {name: of_heads(x, gradient) for name, gradient in found.items()}
+    if learns_slopes(x):
+        found |= slope_gradient(x, sums)
     return found | ({"dbias": dbias} if x.bias is not None and x.bias_grad else {})
 
 
 def judge(library: c.CDLL, case: Case, deterministic: bool = False, need: str = "qkv") -> None:
-    x = make_inputs(case)
+    x = learning_slopes(make_inputs(case))
     judged, room = Judge(x), ROOMS[case.seed % 3]
     rows = {n: y.resolve_neg() for n in ("q", "k", "v", "dout") if (y := getattr(x, n)) is not None}
     x = replace(x, **{n: y if y.stride(-1) == 1 else y.contiguous() for n, y in rows.items()})
@@ -175,9 +187,18 @@ def test_ten_percent_of_large_and_small_probabilities(library):
 
 
 def test_alibi_is_a_bias_of_dense_calls(library):
-    case = Case(Variant("bfloat16", 64, 64, alibi=True, dropout=True), 1, lead=(2,), heads_k=2, seq_q=70, seq_k=150, dropout_p=0.5)  # fmt: skip
-    for deterministic in (False, True):
-        judge(library, case, deterministic)
+    for dims in ((64, 64), (128, 96)):
+        case = Case(
+            Variant("bfloat16", *dims, alibi=True, dropout=True),
+            1,
+            lead=(2,),
+            heads_k=2,
+            seq_q=70,
+            seq_k=150,
+            dropout_p=0.5,
+        )
+        for deterministic in (False, True):
+            judge(library, case, deterministic)
     packed = Case(Variant("bfloat16", 64, 64, alibi=True, dropout=True, varlen=True), 1, heads_k=2, lens_q=(9,), lens_k=(9,), dropout_p=0.5)  # fmt: skip
     assert forward(library, make_inputs(packed), 228, 0) is None
 

@@ -1,16 +1,18 @@
-"""The kernels of csrc/sm80 with ALiBi, and with a softcap that bounds it or a bias, forward and backward, run on the host (emulated.py) from the launcher to the stores, by the judge of every
+"""The kernels of csrc/sm80 with ALiBi and learnt slopes, with a softcap that bounds it or a bias, and with a bias of packed calls, forward and backward, run on the host (emulated.py) from the launcher to the stores, by the judge of every
 backend. What a GPU's products, copies and barriers do is emulated; its speed and its registers are not."""
 
 from __future__ import annotations
 
 import ctypes as c
 import functools
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from flashsci.call import row_pitch
+from flashsci.call import learnt_slopes, row_pitch
+from flashsci.call.ops import Tensors
 from flashsci.testing import Case, Inputs, Judge, Variant, generate, make_inputs
 from tests.cpu.emulator.emulated import build, emulate, is_found
 from tests.cpu.emulator.test_small_kernel import common, poisoned
@@ -52,8 +54,44 @@ def slope_strides(slopes: torch.Tensor, x: Inputs) -> ScoreStrides:
     return ScoreStrides(*(0,) * (3 - len(step)), *step, 0, 0)
 
 
+@functools.cache
+def block_starts(lens_q: tuple[int, ...], lens_k: tuple[int, ...]) -> torch.Tensor:
+    """The starts of the blocks of a packed bias per pair; kept, as parameters hold its address."""
+    sizes = [a * b for a, b in zip(lens_q, lens_k, strict=True)]
+    return torch.tensor([0, *sizes]).cumsum(0)
+
+
+def edges_of(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.cu_seqlens_q, x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
+
+
+def per_pair(x: Inputs) -> bool:
+    """Whether the bias of a packed call has blocks of pairs."""
+    return x.bias.dim() == 2 and x.bias.shape[1] != len(x.k)
+
+
+def with_own_heads(x: Inputs) -> Inputs:
+    """The inputs as the backend gives them for gradients: a bias that heads share becomes one of every head."""
+    heads = x.q.shape[1]
+    if x.bias is None or not x.varlen or not x.bias_grad or len(x.bias) == heads:
+        return x
+    return replace(x, bias=x.bias.contiguous().float().expand(heads, *x.bias.shape[1:]))
+
+
+def ragged_bias(x: Inputs, bias: torch.Tensor) -> BiasMask:
+    """csrc/include/flashsci_ragged.h."""
+    pairs, places = per_pair(x), ScoreStrides()
+    if pairs:
+        lens = (tuple(e.diff().tolist()) for e in edges_of(x))
+        places = ScoreStrides(block_starts(*lens).data_ptr(), bias.shape[1])
+    strides = ScoreStrides(0, 0, 0 if len(bias) == 1 else bias.stride(0), 0, 1)
+    capped = int(x.options.get("softcap_at") == "biased")
+    return BiasMask(_pointer(bias), None, strides, places, int(bias.dtype == torch.float32), capped)
+
+
 def parameters(x: Inputs, room: int) -> dict:
     """The fields that forward and backward have in common."""
+    given = x
     if x.varlen:
         x = replace(x, **{n: getattr(x, n).transpose(0, 1) for n in ("q", "k", "v")})
     found = common(x, room) | {"copy_bytes": _copy_bytes(x.q, x.k, x.v, *(x.dout,) * (x.dout is not None))}
@@ -67,8 +105,10 @@ def parameters(x: Inputs, room: int) -> dict:
             ALIBI_SLOPES,
             int(x.options.get("softcap_at") == "biased"),
         )
+    if x.varlen and x.bias is not None:
+        found["bias_mask"] = ragged_bias(given, x.bias)
     if x.varlen:
-        edges = x.cu_seqlens_q, x.cu_seqlens_q if x.cu_seqlens_k is None else x.cu_seqlens_k
+        edges = edges_of(x)
         found |= {"cu_seqlens_q": _pointer(edges[0]), "cu_seqlens_k": _pointer(edges[1]), "num_seqs": len(edges[0]) - 1}
     return found
 
@@ -89,8 +129,16 @@ def forward(kernels, x: Inputs, room: int, seed: int) -> dict[str, torch.Tensor]
 
 
 def backward(
-    kernels, x: Inputs, made: dict[str, torch.Tensor], room: int, deterministic: bool, seed: int, need: str = "qkv"
+    kernels,
+    x: Inputs,
+    made: dict[str, torch.Tensor],
+    room: int,
+    deterministic: bool,
+    seed: int,
+    need: str = "qkv",
+    gives_dout: bool = True,
 ) -> dict:
+    shared, x = x.bias, with_own_heads(x)
     found = {f"d{name}": of_heads(x, poisoned(getattr(x, name))) for name in need}
     out, dout, lse = of_heads(x, made["out"]), of_heads(x, x.dout), made["lse"].contiguous()
     p = parameters(x, room) | {"max_seqlen_k": -1, "deterministic": int(deterministic)}
@@ -100,22 +148,49 @@ def backward(
     if x.bias is not None and x.bias_grad:
         dbias = {"dbias": torch.full(x.bias.shape, torch.nan, dtype=x.bias.dtype)}
         p |= {"dbias": _pointer(dbias["dbias"]), "dbias_strides": _score_strides(dbias["dbias"])}
+        if x.varlen:
+            p["dbias_strides"] = ragged_bias(x, dbias["dbias"]).bias_strides
+    sums = torch.full(lse.shape, torch.nan)
+    if learns_slopes(x):
+        p |= {"dbias": _pointer(sums)}
     p |= {"out": _pointer(out), "out_strides": _strides(out), "lse": _pointer(lse)}
-    p |= {"dout": _pointer(dout), "dout_strides": _strides(dout)}
+    if gives_dout:
+        p |= {"dout": _pointer(dout), "dout_strides": _strides(dout)}
     p |= {"dlse": _pointer(x.dlse), "dlse_strides": _strides(x.dlse, last=False)}
     params, library = BackwardParams(**p), kernels(x.q.dtype)
     size = library.workspace(c.byref(params))
     workspace = torch.full((size + 64 + 256,), 255, dtype=torch.uint8)
     params.workspace = (workspace.data_ptr() + 255) // 256 * 256
     assert emulate(library.emulate_backward, params, x.q.dtype == torch.bfloat16, seed)
+    if learns_slopes(x):
+        dbias = slope_gradient(x, sums)
+    if dbias and x.bias.shape != shared.shape:
+        dbias = {"dbias": dbias["dbias"].sum(0, keepdim=True).to(shared.dtype)}
     return {name: of_heads(x, gradient) for name, gradient in found.items()} | dbias
 
 
+def learns_slopes(x: Inputs) -> bool:
+    return x.alibi_slopes is not None and x.alibi_grad
+
+
+def slope_gradient(x: Inputs, sums: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradient of slopes from the kernels' sums over keys."""
+    given = Tensors(x.q, x.k, x.v, cu_seqlens_q=x.cu_seqlens_q, alibi_slopes=x.alibi_slopes)
+    return {"dalibi_slopes": learnt_slopes.of_rows(sums, given)}
+
+
+def learning_slopes(x: Inputs) -> Inputs:
+    """The call, whose slopes are learnt if it has any."""
+    return replace(x, alibi_grad=x.alibi_slopes is not None)
+
+
 def judge(kernels, case: Case, deterministic: bool = False, need: str = "qkv") -> None:
-    x = make_inputs(case)
+    x = learning_slopes(make_inputs(case))
     judged, room = Judge(x), 228 if max(x.q.shape[-1], x.v.shape[-1]) > 128 else ROOMS[case.seed % 3]
     rows = {n: y.resolve_neg() for n in ("q", "k", "v", "dout") if (y := getattr(x, n)) is not None}
     x = replace(x, **{n: y if y.stride(-1) == 1 else y.contiguous() for n, y in rows.items()})
+    if x.varlen and x.bias is not None and x.bias.stride(-1) != 1:
+        x = replace(x, bias=x.bias.contiguous())
     if case.mask_view == "padded":
         x = replace(x, mask=row_pitch.padded(x.mask))
     results = forward(kernels, x, room, case.seed)
@@ -237,6 +312,63 @@ def test_alibi_of_packed_calls(kernels, dtype, dims, causal):
         judge(kernels, case, deterministic=seed == 1)
 
 
+LENS = dict(lens_q=(33, 0, 70, 5), lens_k=(40, 9, 0, 150))
+PAIRS_OF_LENS = sum(a * b for a, b in zip(*LENS.values(), strict=True))
+RAGGED = {
+    "pairs of every head": dict(bias_shape=(4, PAIRS_OF_LENS)),
+    "pairs that heads share": dict(bias_shape=(1, PAIRS_OF_LENS)),
+    "pairs, -inf hides": dict(bias_shape=(4, PAIRS_OF_LENS), bias_holes=True),
+    "pairs, causal": dict(bias_shape=(4, PAIRS_OF_LENS), causal=True, align="lower_right"),
+    "pairs, window": dict(bias_shape=(1, PAIRS_OF_LENS), window=(40, 20)),
+    "pairs, softcap of the sum": dict(bias_shape=(4, PAIRS_OF_LENS), softcap=3.0),
+    "pairs, softcap of the scores": dict(bias_shape=(4, PAIRS_OF_LENS), softcap=3.0),
+    "keys of every head": dict(bias_shape=(4, 199)),
+    "keys, causal": dict(bias_shape=(1, 1, 199), causal=True, align="upper_left"),
+    "keys, scale too small to divide by": dict(bias_shape=(1, 199), scale=1e-7),
+}
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [*((dims, ("bfloat16", "float16")[dims[0] % 64 != 0]) for dims in (*DIMS, (36, 20)))]
+    + [(dims, "float32") for dims in ((16, 16), (32, 20), (64, 64), (128, 128))],
+)
+def test_bias_of_packed_calls(kernels, dtype, dims, kind):
+    """Blocks of each sequence, or a number of each key; empty sequences, and rows of none."""
+    given = RAGGED[kind]
+    below = kind == "pairs, softcap of the scores"
+    for bias_float in (False, True)[: 1 + (dtype != "float32")]:
+        variant = Variant(
+            dtype, *dims, bias="pair" if "pairs" in kind else "key", bias_float=bias_float, bias_grad="pairs" in kind and not below,
+            varlen=True, softcap="softcap" in given, caps_bias="sum" in kind, window="window" in given or "causal" in given,
+            flipped="scale" in given,
+        )  # fmt: skip
+        case = Case(variant, sum(dims) // 32 + bias_float, heads_k=2, group=2, **(LENS | given))
+        judge(kernels, case, deterministic=bias_float)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_blocks_that_would_leave_the_bias(kernels, dtype):
+    """Their sequences are computed as those without keys; nothing outside is read or written."""
+    variant = Variant(dtype, 64, 64, bias="pair", bias_grad=True, varlen=True)
+    x = make_inputs(Case(variant, 3, heads_k=2, group=2, bias_shape=(4, PAIRS_OF_LENS), **LENS))
+    starts = block_starts(LENS["lens_q"], LENS["lens_k"])
+    right = starts.clone()
+    try:
+        for wrong in (-1, PAIRS_OF_LENS - 5, 1 << 62):
+            starts[3] = wrong
+            made = forward(kernels, x, 164, 0)
+            assert not made["out"][103:].any() and (made["lse"][:, 103:] == -torch.inf).all()
+            found = backward(kernels, x, made, 164, False, 0) | {}
+            for name in ("dq", "dk", "dv"):
+                own = found[name][-5 if name == "dq" else -150 :]
+                assert not own.any(), name
+            assert not found["dbias"][:, -750:].any()
+    finally:
+        starts.copy_(right)
+
+
 @pytest.mark.parametrize("sizes", ((20, 30), (70, 32), (70, 150), (300, 200)))
 @pytest.mark.parametrize("mask", (False, True))
 def test_alibi_of_short_rows_of_keys(kernels, sizes, mask):
@@ -253,9 +385,38 @@ def test_slopes_of_any_sign_and_size(kernels, dtype, dims):
     case = Case(Variant(dtype, *dims, alibi=True), 4, lead=(1, 2), rank=5, heads_k=2, seq_q=40, seq_k=90)
     x = make_inputs(case)
     for values in ((0.0, -0.03), (3e4, 1e-30)):
-        given = replace(x, alibi_slopes=torch.tensor(values))
+        given = learning_slopes(replace(x, alibi_slopes=torch.tensor(values)))
         results = forward(kernels, given, 164, 0)
         Judge(given).require(results | backward(kernels, given, results, 164, False, 1))
+
+
+@pytest.mark.parametrize("shape", ((4,), (1,), (2, 4), (2, 1), (1, 4)))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_the_gradient_of_slopes_that_broadcast(kernels, dtype, shape):
+    """Alone: neither rows of queries nor of keys have gradients."""
+    variant = Variant(dtype, 64, 64, alibi=True, window=True, lse_grad=True)
+    x = make_inputs(
+        Case(variant, 3, lead=(2,), heads_k=2, group=2, seq_q=70, seq_k=150, causal=True, align="lower_right")
+    )
+    slopes = torch.linspace(0.01, 0.3, math.prod(shape)).reshape(shape)
+    x = learning_slopes(replace(x, alibi_slopes=slopes))
+    made = forward(kernels, x, 164, 0)
+    every = backward(kernels, x, made, 164, False, 0)
+    alone = backward(kernels, x, made, 164, True, 1, need="")
+    assert list(alone) == ["dalibi_slopes"]
+    Judge(x).require(made | every | alone)
+    assert torch.equal(alone["dalibi_slopes"], every["dalibi_slopes"])
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_the_gradient_of_lse_alone_reaches_the_slopes(kernels, dtype):
+    x = learning_slopes(
+        make_inputs(Case(Variant(dtype, 64, 64, alibi=True, lse_grad=True), 2, heads_k=2, seq_q=70, seq_k=150))
+    )
+    made = forward(kernels, x, 164, 0)
+    given = replace(x, dout=torch.zeros_like(x.dout))
+    without = backward(kernels, given, made, 164, False, 0, need="", gives_dout=False)
+    Judge(given).require(made | backward(kernels, given, made, 164, False, 0) | without)
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -268,11 +429,18 @@ def test_generated_calls(kernels, part):
         for mask in (False, True)
         for capped in (False, True)
     ]
+    pool += [
+        Variant(dtype, *dims, bias=bias, bias_grad=bias == "pair", bias_float=True, varlen=True, window=window)
+        for dtype in ("bfloat16", "float16", "float32")
+        for dims in ((40, 64), *DIMS[:4])
+        for window in (False, True)
+        for bias in ("pair", "key")
+    ]
     for case in generate(70 + part, 8, pool, score_limit=1 << 15):
         x = make_inputs(case)
         if x.q.numel() == 0 or x.k.numel() == 0:
             continue  # no launcher gets a call without a score
-        if 3 <= x.q.dim() <= 5 and x.q.shape[:-3] == x.k.shape[:-3] == x.v.shape[:-3]:
+        if x.varlen or (3 <= x.q.dim() <= 5 and x.q.shape[:-3] == x.k.shape[:-3] == x.v.shape[:-3]):
             judge(kernels, case, deterministic=case.seed % 2 == 1)
 
 
@@ -283,6 +451,17 @@ FAULTS = {
         "../sm80/bwd/bias_mask_kernel.cuh",
         "(p.lower_right != 0 ? keys - queries : 0)",
         "0",
+    ),
+    "a slope's gradient of the keys of other lanes": (
+        "../core/alibi.cuh",
+        "i * 8 - key_of(j / 2, j % 2)",
+        "i * 8 - key_of(j / 2, 0)",
+    ),
+    "a slope's gradient of one row in two": ("../core/alibi.cuh", "i * 8 < left", "i * 16 < left"),
+    "a slope's gradient behind the softcap": (
+        "../sm80/dq/kernel.cuh",
+        "capped || !sums_slopes(), capped",
+        "true, capped",
     ),
     "a cap before the bias": (
         "../sm80/bwd/bias_mask_kernel.cuh",
@@ -300,6 +479,12 @@ FAULTS = {
         "if (false) dp[",
     ),
     "what -inf hides is capped": ("../core/score_mod.cuh", "hides && x == -INFINITY ? x : ", ""),
+    "the block of the next sequence": ("../core/ragged_bias.cuh", "(starts + sequence)", "(starts + sequence + 1)"),
+    "rows as long as all keys": (
+        "../sm80/fwd/bias_mask_load.cuh",
+        "batch0 != 0, sequence.seq_k)",
+        "batch0 != 0, p.seq_k)",
+    ),
     "the slope of the next sequence": ("../core/alibi.cuh", "(segment - 1) * p", "(segment % num_seqs) * p"),
 }
 
@@ -309,11 +494,16 @@ FAULTS = {
 def test_faults_are_found(tmp_path, fault):
     library = build(tmp_path, "sm80", FAULTS[fault])
     library.workspace.restype = c.c_int64
-    packed = "sequence" in fault
+    packed, ragged = "sequence" in fault or "rows" in fault, "block" in fault or "rows" in fault
     causal = "sign" not in fault  # where no key is ahead of its query, its distance has one sign
     variant = Variant("bfloat16", 64, 64, alibi=True, window=causal, varlen=packed)
     sizes = dict(lens_q=(33, 40), lens_k=(40, 90)) if packed else dict(lead=(2,), seq_q=70, seq_k=150)
+    if ragged:
+        variant = replace(variant, alibi=False, bias="pair", bias_float=True)
+        sizes["bias_shape"] = (2, 33 * 40 + 40 * 90)
     case = Case(variant, heads_k=2, causal=causal, align="lower_right", **sizes)
-    if "cap" in fault or "bias gradient" in fault:
+    if "behind the softcap" in fault:
+        case = replace(case, variant=replace(variant, softcap=True), softcap=3.0)
+    elif "cap" in fault or "bias gradient" in fault:
         case = capped_case((64, 64), "bfloat16", "-inf hides" if "-inf" in fault else "shared")
     assert is_found(lambda seed: judge(lambda dtype: library, replace(case, seed=seed)), range(12))

@@ -42,6 +42,7 @@ def test_variants_are_few_and_cover_much():
         "bias_float",
         "bias_grad",
         "key_weight_grad",
+        "alibi_grad",
         "mask",
         "window",
         "softcap",

@@ -98,7 +98,8 @@ def test_the_older_vmap(name, shared):
 
 @pytest.mark.parametrize("part", quick_first(range(3), {0}))
 def test_generated(part):
-    pool = [v for v in variants(max_dim=64) if not (v.gate or (v.sink and v.key_weight_grad))]
+    served = (v for v in variants(max_dim=64) if not (v.gate or (v.sink and v.key_weight_grad)))
+    pool = [replace(v, alibi_grad=False) for v in served]  # under a transform, which the slopes' gradient refuses
     for generated in generate(80 + part, 4, pool, lengths=SMALL_LENGTHS, score_limit=3000):
         judged(make_inputs(replace(generated, execution="", negated="")))
 
