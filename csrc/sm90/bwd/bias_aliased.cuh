@@ -9,8 +9,8 @@
 //           for all queries come straight from global memory.
 // Shared    One more stage of dS (the third), and nothing else.
 // Limits    The bias comes by tiles if TMA takes it: q's dtype, neighbouring keys contiguous,
-//           strides multiples of 16 bytes. fp32 or a mask by pairs: bias_staged.cuh. Softcap is
-//           left to sm80.
+//           strides multiples of 16 bytes. fp32 or a mask by pairs: bias_staged.cuh, without a
+//           softcap.
 #pragma once
 #include <cstdint>
 
@@ -63,9 +63,10 @@ inline bool adds_bias(const FlashsciBackwardParams& p) {
          !p.deterministic && p.seq_k % 4 == 0;
 }
 
-// Whether dbias is written by tiles.
+// Whether dbias is written by tiles. With a softcap dS has the factor of its slope, dbias has not.
 inline bool stores_bias(const FlashsciBackwardParams& p) {
-  return p.dbias != nullptr && has_bias_tiles(p) && (owns_bias(p) || adds_bias(p));
+  return p.dbias != nullptr && p.softcap == 0.f && has_bias_tiles(p) &&
+         (owns_bias(p) || adds_bias(p));
 }
 
 inline bool sums_bias(const FlashsciBackwardParams& p) {
@@ -74,8 +75,8 @@ inline bool sums_bias(const FlashsciBackwardParams& p) {
 
 inline bool takes_bias_mask(const FlashsciBackwardParams& p) {
   if (!has_bias_mask(p)) return true;
-  if (p.softcap != 0.f || p.cu_seqlens_q != nullptr || p.head_dim > 128 || p.head_dim_v > 128)
-    return false;
+  if (p.cu_seqlens_q != nullptr || p.head_dim > 128 || p.head_dim_v > 128) return false;
+  if (p.softcap != 0.f && (p.bias_mask.capped || has_staged_bias_mask(p))) return false;
   if (has_mask_tiles(p)) {  // with a bias by pairs: fp32, at narrow heads
     const bool narrow = p.head_dim <= 64 && p.head_dim_v <= 64;
     if (p.bias_mask.mask_strides.column != 1) return false;
@@ -183,23 +184,34 @@ __device__ __forceinline__ int64_t offset_of_key(const FlashsciScoreStrides& s,
          min(tile.row + key, tile.seq_k - 1) * s.column;
 }
 
-// P^T from S^T and the terms added to it; accumulator elements as in mainloop.cuh. lse: of the
-// lane's first query in shared memory; bias: of consumer w there; apart: the separate buffers of
-// the block.
-template <class Op, class C, int kCount>
-__device__ __forceinline__ void exponentiate_bias_mask(float (&p)[kCount], const float (&s)[kCount],
-                                                       const BackwardArgs& a, const KeyTile& tile,
-                                                       uint32_t lse, uint32_t bias, int w,
-                                                       int iter) {
+// The offset of the pair of this lane's first key (half: or of the one 8 further) in a block.
+// Recomputed each time: registers are scarcer than integer instructions.
+__device__ __forceinline__ int64_t offset_in_block(const FlashsciScoreStrides& s,
+                                                   const BackwardArgs& a, const KeyTile& tile,
+                                                   int w, int iter, int half) {
+  const int thread = opaque(threadIdx.x);
+  return offset_of_key(s, a, tile, iter / (tile.end - tile.begin),
+                       w * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8);
+}
+
+// Whether a mask of keys shows this lane's key.
+__device__ __forceinline__ bool shows_key(const BackwardArgs& a, const KeyTile& tile, int w,
+                                          int iter, int half) {
   const FlashsciBiasMask& bias_mask = a.p.bias_mask;
-  // Recomputed each time: registers are scarcer than integer instructions.
-  const auto offset = [&](const FlashsciScoreStrides& s, int half) {
-    const int thread = opaque(threadIdx.x);
-    return offset_of_key(s, a, tile, iter / (tile.end - tile.begin),
-                         w * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8);
-  };
+  return __ldg(bias_mask.mask + offset_in_block(bias_mask.mask_strides, a, tile, w, iter, half)) !=
+         0;
+}
+
+// P^T from the exponents factor * score(e) and the bias, by put(e, p_e, p_(e + 1)); accumulator
+// elements as in mainloop.cuh. lse: of the lane's first query in shared memory; bias: of consumer
+// w there, or the separate buffers of the block.
+template <class Op, class C, int kCount, class Score, class Put>
+__device__ __forceinline__ void exponentiate_bias(const Score& score, float factor, const Put& put,
+                                                  const BackwardArgs& a, const KeyTile& tile,
+                                                  uint32_t lse, uint32_t bias, int w, int iter) {
+  const FlashsciBiasMask& bias_mask = a.p.bias_mask;
   if (C::kBiasStaged && a.bias_tiles) {
-    exponentiate_staged(p, s, a, lse, StagedBias<C>(bias, w));
+    exponentiate_staged<C, kCount>(score, factor, put, lse, StagedBias<C>(bias, w));
   } else if (a.bias_tiles) {
     const int thread = opaque(threadIdx.x), matrix_row = thread % 8;
     bias += (matrix_row + thread % 32 / 16 * 8) * 128 +
@@ -214,10 +226,9 @@ __device__ __forceinline__ void exponentiate_bias_mask(float (&p)[kCount], const
         const uint32_t word = words[e / 2];
         const float first = Op::to_float(static_cast<uint16_t>(word & 0xffff));
         const float second = Op::to_float(static_cast<uint16_t>(word >> 16));
-        float* target = p + m * 8 + e;
-        target[0] = ptx::ex2_approx(fmaf(s[m * 8 + e], a.exp_scale, fmaf(first, kLog2e, -row.x)));
-        target[1] =
-            ptx::ex2_approx(fmaf(s[m * 8 + e + 1], a.exp_scale, fmaf(second, kLog2e, -row.y)));
+        const int at = m * 8 + e;
+        put(at, ptx::ex2_approx(fmaf(score(at), factor, fmaf(first, kLog2e, -row.x))),
+            ptx::ex2_approx(fmaf(score(at + 1), factor, fmaf(second, kLog2e, -row.y))));
       }
     }
   } else {
@@ -225,7 +236,7 @@ __device__ __forceinline__ void exponentiate_bias_mask(float (&p)[kCount], const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (bias_mask.bias == nullptr) continue;
-      const int64_t at = offset(bias_mask.bias_strides, half);
+      const int64_t at = offset_in_block(bias_mask.bias_strides, a, tile, w, iter, half);
       addend[half] =
           kLog2e * (bias_mask.bias_is_fp32
                         ? __ldg(static_cast<const float*>(bias_mask.bias) + at)
@@ -235,17 +246,22 @@ __device__ __forceinline__ void exponentiate_bias_mask(float (&p)[kCount], const
     for (int e = 0; e < kCount; e += 2) {
       const float2 row = ptx::ld_shared_f2(lse + e / 4 * 32);
       const float add = addend[e / 2 % 2];
-      p[e] = ptx::ex2_approx(fmaf(s[e], a.exp_scale, add - row.x));
-      p[e + 1] = ptx::ex2_approx(fmaf(s[e + 1], a.exp_scale, add - row.y));
+      put(e, ptx::ex2_approx(fmaf(score(e), factor, add - row.x)),
+          ptx::ex2_approx(fmaf(score(e + 1), factor, add - row.y)));
     }
   }
+}
+
+// Elements that the mask hides become zero.
+template <class C, int kCount>
+__device__ __forceinline__ void hide_masked(float (&p)[kCount], const BackwardArgs& a,
+                                            const KeyTile& tile, uint32_t bias, int w, int iter) {
   if (C::kBiasStaged && a.mask_tiles) {
     hide_staged<C>(p, bias, w);
-  } else if (bias_mask.mask != nullptr) {
+  } else if (a.p.bias_mask.mask != nullptr) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t at = offset(bias_mask.mask_strides, half);
-      const bool shown = __ldg(bias_mask.mask + at) != 0;
+      const bool shown = shows_key(a, tile, w, iter, half);
 #pragma unroll
       for (int e = half * 2; e < kCount; e += 4) {
         p[e] = shown ? p[e] : 0.f;

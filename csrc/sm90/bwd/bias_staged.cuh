@@ -101,10 +101,11 @@ struct StagedBias {
   }
 };
 
-// P^T from S^T and the bias; lse: of the lane's first query in shared memory.
-template <class C, int kCount>
-__device__ __forceinline__ void exponentiate_staged(float (&p)[kCount], const float (&s)[kCount],
-                                                    const BackwardArgs& a, uint32_t lse,
+// P^T from the exponents factor * score(e) and the bias, by put(e, p_e, p_(e + 1)); lse: of the
+// lane's first query in shared memory.
+template <class C, int kCount, class Score, class Put>
+__device__ __forceinline__ void exponentiate_staged(const Score& score, float factor,
+                                                    const Put& put, uint32_t lse,
                                                     const StagedBias<C>& bias) {
   const auto addend = [&](int e, float lse_of_row) {
     return fmaf(__uint_as_float(ptx::ld_shared(bias[e])), kLog2e, -lse_of_row);
@@ -114,8 +115,8 @@ __device__ __forceinline__ void exponentiate_staged(float (&p)[kCount], const fl
     const float2 row = ptx::ld_shared_f2(lse + n * 8);
 #pragma unroll
     for (int e = n; e < n + 4; e += 2) {
-      p[e] = ptx::ex2_approx(fmaf(s[e], a.exp_scale, addend(e, row.x)));
-      p[e + 1] = ptx::ex2_approx(fmaf(s[e + 1], a.exp_scale, addend(e + 1, row.y)));
+      put(e, ptx::ex2_approx(fmaf(score(e), factor, addend(e, row.x))),
+          ptx::ex2_approx(fmaf(score(e + 1), factor, addend(e + 1, row.y))));
     }
   }
 }

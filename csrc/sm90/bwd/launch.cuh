@@ -163,6 +163,11 @@ using OneTile = BackwardTiling<kHeadDim, kHeadDimV, 64>;
 template <int kHeadDim, int kHeadDimV>
 using AliasedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, rows_of_block(kHeadDim, kHeadDimV),
                                        BiasMaskTiles::kAliased>;
+// With a softcap: one of few, since such calls are rare.
+template <int kHeadDim, int kHeadDimV>
+using CappedBiasTile = std::conditional_t<kHeadDim == 64 && kHeadDimV == 64,
+                                          BackwardTiling<64, 64, 64, BiasMaskTiles::kAliased>,
+                                          BackwardTiling<128, 128, 64, BiasMaskTiles::kAliased>>;
 template <int kHeadDim, int kHeadDimV>
 using StagedBiasTile = BackwardTiling<kHeadDim, kHeadDimV, 64, BiasMaskTiles::kStaged>;
 
@@ -191,9 +196,9 @@ auto with_head_dims(const FlashsciBackwardParams& p, const Work& work) {
 #endif
 }
 
-template <class Op, class C>
+template <class Op, class C, bool kSoftcap = false>
 cudaError_t launch_bias_mask(const FlashsciBackwardParams& p, cudaStream_t stream) {
-  const cudaError_t error = launch_backward_tiling<Op, C, false, false>(p, stream);
+  const cudaError_t error = launch_backward_tiling<Op, C, false, kSoftcap>(p, stream);
   return error == cudaSuccess && sums_bias(p) ? sum_bias<Op>(p, padded(workspace_of<C>(p)), stream)
                                               : error;
 }
@@ -220,7 +225,9 @@ cudaError_t launch_backward_padded(const FlashsciBackwardParams& p, cudaStream_t
     if (has_staged_bias_mask(p))
       return launch_bias_mask<Op, StagedBiasTile<kHeadDim, kHeadDimV>>(p, stream);
     if (has_bias_mask(p))
-      return launch_bias_mask<Op, AliasedBiasTile<kHeadDim, kHeadDimV>>(p, stream);
+      return p.softcap != 0.f
+                 ? launch_bias_mask<Op, CappedBiasTile<kHeadDim, kHeadDimV>, true>(p, stream)
+                 : launch_bias_mask<Op, AliasedBiasTile<kHeadDim, kHeadDimV>>(p, stream);
     if constexpr (!Plain::kNarrow) {
       if (p.softcap == 0.f && (p.deterministic || prefers_one_tile(p)))
         return launch_backward_tiling<Op, OneTile<kHeadDim, kHeadDimV>, false, false>(p, stream);
@@ -237,7 +244,9 @@ int64_t padded_workspace(const FlashsciBackwardParams& p) {
   if constexpr (!Plain::kD256) {
     if (has_staged_bias_mask(p))
       return bias_mask_workspace<Op, StagedBiasTile<kHeadDim, kHeadDimV>>(p);
-    if (has_bias_mask(p)) return bias_mask_workspace<Op, AliasedBiasTile<kHeadDim, kHeadDimV>>(p);
+    if (has_bias_mask(p))
+      return p.softcap != 0.f ? bias_mask_workspace<Op, CappedBiasTile<kHeadDim, kHeadDimV>>(p)
+                              : bias_mask_workspace<Op, AliasedBiasTile<kHeadDim, kHeadDimV>>(p);
   }
   return p.softcap != 0.f ? workspace_of<BackwardTile<kHeadDim, kHeadDimV, true>>(p)
                           : workspace_of<Plain>(p);

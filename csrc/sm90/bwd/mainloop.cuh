@@ -249,6 +249,13 @@ struct Consumer {
       p[e / 8][e / 2 % 4] = Op::pack2(prob[e], prob[e + 1]);
   }
 
+  // P below a softcap as operand of dV; for dS it is multiplied by the slope.
+  __device__ __forceinline__ void put_capped(int e, float first, float second) {
+    p[e / 8][e / 2 % 4] = Op::pack2(first, second);
+    prob[e] = first * slope_of(prob[e]);
+    prob[e + 1] = second * slope_of(prob[e + 1]);
+  }
+
   __device__ __forceinline__ void issue_scores(float (&s)[kBlockQ / 2], Iter iter) {
     wait_for(shared.q_full[iter % kStages], iter / kStages);
     ptx::wgmma_fence();
@@ -263,7 +270,8 @@ struct Consumer {
     issue_product(dp, v_rows, dout_rows + stage * (C::kDoutBytes / 16), kHeadDimV);
     blocks.read(shared, stage);
     // Computed before S^T arrives: a wait of the exponentials would be on the critical path.
-    const bool large = !kSoftcap && flag_of(lse() + stage * (kBlockQ * 4));
+    // A softcap alone bounds scores.
+    const bool large = (!kSoftcap || C::kHasBiasMask) && flag_of(lse() + stage * (kBlockQ * 4));
     const bool cut = blocks.cut(w) || large;
     ptx::wgmma_wait<1>();
     ptx::wgmma_tie(s);
@@ -282,7 +290,32 @@ struct Consumer {
         bias = address(shared.bias_mask[pair_stage]);
       else
         bias = address(shared.ds[pair_stage]) + w * (kBlockQ * 128);
-      exponentiate_bias_mask<Op, C>(prob, s, a, tile, lse() + stage * (kBlockQ * 4), bias, w, iter);
+      const uint32_t rows = lse() + stage * (kBlockQ * 4);
+      constexpr auto exponentiate = [](const auto&... given) {
+        exponentiate_bias<Op, C, kBlockQ / 2>(given...);
+      };
+      if constexpr (kSoftcap) {  // each P becomes an operand at once: registers are scarce
+        const float limit = large ? 1.f : INFINITY;
+        bool shown[2] = {true, true};
+        if (a.p.bias_mask.mask != nullptr) {
+          shown[0] = shows_key(a, tile, w, iter, 0);
+          shown[1] = shows_key(a, tile, w, iter, 1);
+        }
+        const auto capped = [&](int e) { return tanh_of(prob[e]); };
+        const auto put = [&](int e, float first, float second) {
+          put_capped(e, shown[e / 2 % 2] ? fminf(first, limit) : 0.f,
+                     shown[e / 2 % 2] ? fminf(second, limit) : 0.f);
+        };
+        exponentiate(capped, a.cap_outer, put, a, tile, rows, bias, w, iter);
+      } else {
+        const auto raw = [&](int e) { return s[e]; };
+        const auto put = [&](int e, float first, float second) {
+          prob[e] = first;
+          prob[e + 1] = second;
+        };
+        exponentiate(raw, a.exp_scale, put, a, tile, rows, bias, w, iter);
+        hide_masked<C>(prob, a, tile, bias, w, iter);
+      }
     }
 #pragma unroll
     for (int n = 0; n < (C::kHasBiasMask ? 0 : kBlockQ / 8); ++n) {
@@ -306,12 +339,10 @@ struct Consumer {
         hide_outside(prob);
       }
     }
-    if constexpr (kSoftcap) {  // P as operand of dV; for dS it is multiplied by the slope
+    if constexpr (kSoftcap) {
+      if constexpr (!C::kHasBiasMask) {
 #pragma unroll
-      for (int e = 0; e < kBlockQ / 2; e += 2) {
-        p[e / 8][e / 2 % 4] = Op::pack2(s[e], s[e + 1]);
-        prob[e] = s[e] * slope_of(prob[e]);
-        prob[e + 1] = s[e + 1] * slope_of(prob[e + 1]);
+        for (int e = 0; e < kBlockQ / 2; e += 2) put_capped(e, s[e], s[e + 1]);
       }
       if (cut) {  // S no longer needs registers
         hide_outside(prob);

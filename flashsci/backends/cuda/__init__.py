@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsci.backends.cuda import decisions, layouts, library, prepared
+from flashsci.backends.cuda import decisions, layouts, library, masked_bias, prepared
 from flashsci.backends.cuda.capabilities import DROPPING, READS, WEIGHTED, backward_kernels, older_backward, rejects
 from flashsci.backends.cuda.decisions import hopper_takes, reads_ragged_bias
 from flashsci.backends.cuda.library import build_info, library_path, stale, unavailable
@@ -153,7 +153,10 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, dkey_weight of a call that `backward_kernels` accepts."""
     _require_served(saved.tensors, saved.scalars)
-    tensors = layouts.whole_rows(saved.tensors.laid_out())
+    saved = saved._replace(tensors=layouts.whole_rows(saved.tensors.laid_out()))
+    tensors = saved.tensors
+    if decisions.hides_in_bias(saved, need, generation):
+        tensors = masked_bias.hidden_in_bias(tensors)
     q, bias, weights = tensors.q, tensors.bias, tensors.key_weight
     tensors = layouts.with_own_heads(tensors, need)
     dout = None if dout is None else rows(dout)
@@ -187,6 +190,9 @@ def prepared_backward(
     gradients that ``need`` does not name."""
     scalars = saved.scalars
     _require_served(saved.tensors, scalars)
+    if decisions.hides_in_bias(saved, need, generation):
+        saved = saved._replace(tensors=masked_bias.hidden_in_bias(saved.tensors))
+        return masked_bias.hiding(prepared_backward(dout, dlse, saved, need, generation))
 
     def general(
         dout: Tensor | None, dlse: Tensor | None, tensors: Given, out: Tensor, lse: Tensor

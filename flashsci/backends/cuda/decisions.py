@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flashsci.backends.cuda import library, rehearsal
+from flashsci.backends.cuda import library, masked_bias, rehearsal
 from flashsci.call import row_pitch
 from flashsci.call.ops import NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
@@ -116,6 +116,13 @@ def _forward(tensors: _Described, scalars: Scalars, generation: int, device: tor
         return _answer(rehearsal.forward_kernels, given, scalars, device_of(device), generation)
 
 
+class _Backward(NamedTuple):
+    """The kernels of a backward, and whether they take a mask hidden in the bias."""
+
+    kernels: rehearsal.Kernels | None
+    hides_in_bias: bool = False
+
+
 @functools.lru_cache(maxsize=4096)
 def _backward(
     tensors: _Described,
@@ -124,13 +131,27 @@ def _backward(
     need: int,
     generation: int,
     device: torch.device,
-) -> rehearsal.Kernels | None:
+) -> _Backward:
     """``results``: out and lse; dout is like out."""
     with unobserved():
         out, lse = _tensors(results)
-        saved = Saved(Tensors(*_tensors(tensors)), out, lse, scalars)
-        options = need, device_of(device), generation
-        return _answer(rehearsal.backward_kernels, out, None, saved, *options)
+        given = Tensors(*_tensors(tensors))
+
+        def kernels_of(given: Tensors) -> rehearsal.Kernels | None:
+            saved = Saved(given, out, lse, scalars)
+            return _answer(rehearsal.backward_kernels, out, None, saved, need, device_of(device), generation)
+
+        found = kernels_of(given)
+        if not _are_hoppers(found) and generation in (0, 90) and masked_bias.fits(given):
+            others = kernels_of(masked_bias.hidden_in_bias(given))
+            if others and others[0].startswith("sm90/bwd/"):
+                return _Backward(others, True)
+        return _Backward(found)
+
+
+def _are_hoppers(kernels: rehearsal.Kernels | None) -> bool:
+    """Whether they are those of sm90, or csrc/sm80/small, which the library tries before them."""
+    return kernels is not None and all(x.startswith(("sm90/", "sm80/small/")) for x in kernels[:1])
 
 
 def forward(
@@ -155,33 +176,42 @@ def forward(
     return _forward(*given, generation, device or tensors.q.device)
 
 
-def backward(
-    saved: Saved, need: int, generation: int = 0, device: torch.device | None = None
-) -> rehearsal.Kernels | None:
-    """The kernels that compute the gradients named by ``need``, of a dout like out; as :func:`forward`."""
+def _of_backward(saved: Saved, need: int, generation: int, device: torch.device | None) -> _Backward:
     if library.load() is not None:
-        return None
+        return _Backward(None)
     try:
         with tracer_paused():
             tensors, results = _describe(*saved.tensors), _describe(saved.out, saved.lse)
             scalars = _known(saved.scalars)
     except Unknown:
-        return None
+        return _Backward(None)
     where = device or saved.tensors.q.device
     return _backward(tensors, results, scalars, need, generation, where)
+
+
+def backward(
+    saved: Saved, need: int, generation: int = 0, device: torch.device | None = None
+) -> rehearsal.Kernels | None:
+    """The kernels that compute the gradients named by ``need``, of a dout like out; as :func:`forward`."""
+    return _of_backward(saved, need, generation, device).kernels
+
+
+def hides_in_bias(saved: Saved, need: int, generation: int = 0) -> bool:
+    """Whether these kernels are Hopper's because the mask is hidden in the bias (:mod:`~.masked_bias`)."""
+    if saved.tensors.bias is None or saved.tensors.mask is None:
+        return False
+    return _of_backward(saved, need, generation, None).hides_in_bias
 
 
 def hopper_takes(saved: Saved, need: int, device: torch.device | None = None) -> bool:
     """Whether the newest kernels take the bias, mask or key weights of a call in their memory layout.
 
     The gradients' backend depends on the answer, because a kernel that another backend replaces must not be launched.
-    These kernels are those of sm90, and csrc/sm80/small, which the library tries before them.
     """
     given = saved.tensors
     if given.bias is None and given.mask is None and given.key_weight is None:
         return True
-    kernels = backward(saved, need, device=device)
-    return kernels is not None and all(x.startswith(("sm90/", "sm80/small/")) for x in kernels[:1])
+    return _are_hoppers(backward(saved, need, device=device))
 
 
 def reads_ragged_bias(
