@@ -48,6 +48,12 @@ def sm80():
 
 
 @pytest.fixture
+def sm90():
+    """For the kernels of sm90, asked for by name."""
+    judged_cases.require("cuda:sm90")
+
+
+@pytest.fixture
 def launches_that_share_p(monkeypatch):
     """Many cotangents or directions of one call have them also where other ways are faster."""
     from flashsci.backends.triton.plans import many_backward

@@ -126,6 +126,7 @@ def pairs(dim: int = 64, *, seq_q: int = 150, seq_k: int = 136, **changes) -> Ca
     """A call with a bias of pairs."""
     variant = dict(bias="pair", bias_grad=True)
     of_variant = ("bias", "bias_float", "mask", "bias_grad", "lse_grad")
+    variant["softcap"] = "softcap" in changes
     names = {n: changes.pop(n) for n in tuple(changes) if n in of_variant} | {
         "window": bool(changes.get("causal") or changes.get("window"))
     }
@@ -168,6 +169,31 @@ def test_a_bias_that_heads_or_batches_share(library, dim, shape):
     deterministic = given.pop("deterministic", False)
     owns = given.get("bias_shape", (2, 3, 150, 136)) == (2, 3, 150, 136) or shape == "of one head"
     judge(library, pairs(dim, bias_grad=owns, **given), deterministic)
+
+
+CAPPED = {
+    "of all": dict(bias_shape=(150, 136)),
+    "of keys": dict(bias_shape=(2, 3, 1, 136)),
+    "of keys in fp32": dict(bias_shape=(136,), bias_float=True),
+    "keys hidden": dict(mask=True, mask_shape=(2, 1, 1, 144), mask_kind="keys", seq_k=144),
+    "keys hidden without a bias": dict(
+        mask=True, mask_shape=(2, 1, 1, 144), mask_kind="keys", bias=None, bias_shape=None, seq_k=144
+    ),
+    "pairs hidden by the bias": dict(bias_holes=True),
+    "causal": dict(causal=True, seq_q=300),
+    "grouped heads": dict(heads_k=1, group=3),
+    "in turns": dict(deterministic=True),
+    "rows of a large number": dict(bias_number="-1e30", bias_number_at="rows"),
+}
+
+
+@pytest.mark.parametrize("kind", CAPPED)
+@pytest.mark.parametrize("dim", (64, 96, 128))
+def test_a_bias_behind_a_softcap(library, dim, kind):
+    """The gradient of the bias, which has no slope of the softcap, is not a part of these kernels."""
+    given = dict(CAPPED[kind])
+    deterministic = given.pop("deterministic", False)
+    judge(library, pairs(dim, softcap=3.0, bias_grad=False, lse_grad=True, **given), deterministic)
 
 
 OF_KEYS = {
@@ -359,9 +385,16 @@ def test_faults_of_a_lattice_are_found(tmp_path, fault):
     assert is_found(found, range(4))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+CAPPED_FAULTS = {
+    "P without its limit": ("bwd/mainloop.cuh", "const float limit = large ? 1.f : INFINITY;", "const float limit = INFINITY;"),
+    "dS without the slope": ("bwd/mainloop.cuh", "prob[e] = first * slope_of(prob[e]);", "prob[e] = first;"),
+    "hidden keys": ("bwd/mainloop.cuh", "shown[1] = shows_key(a, tile, w, iter, 1);", "shown[1] = true;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS | CAPPED_FAULTS)
 def test_faults_are_found(library, tmp_path, fault):
-    change = FAULTS[fault]
+    change = (FAULTS | CAPPED_FAULTS)[fault]
 
     def broken(name: str, dim: int) -> c.CDLL:
         kernels = library(name, dim)
@@ -375,5 +408,8 @@ def test_faults_are_found(library, tmp_path, fault):
         return made[folder]
 
     made: dict[object, c.CDLL] = {}
-    case = pairs(seq_q=600)
-    assert is_found(lambda seed: judge(broken, replace(case, seed=seed), room=(1, 0)), range(4))
+    case, room = pairs(seq_q=600), (1, 0)
+    if fault in CAPPED_FAULTS:
+        kind = "keys hidden" if fault == "hidden keys" else "rows of a large number"
+        case, room = pairs(softcap=3.0, bias_grad=False, **CAPPED[kind]), (0, 0)
+    assert is_found(lambda seed: judge(broken, replace(case, seed=seed), room=room), range(4))
