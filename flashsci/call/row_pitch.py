@@ -16,8 +16,9 @@ from flashsci.call.ops import Tensors
 from flashsci.call.symbols import certainly
 from flashsci.call.torch_state import is_traced
 
-#: Scores of a call from which kernels save more than a copy costs.
-FEWEST_SCORES = 1 << 22
+#: Scores of a call from which kernels save more than a copy costs; with a mask of heads up to NARROW, whose kernels lose less
+#: by its rows.
+FEWEST_SCORES, FEWEST_NARROW_SCORES, NARROW = 1 << 22, 1 << 24, 32
 #: Scores that read one number of a mask, from which on a mask is copied: some kernels read it as fast either way.
 FEWEST_READERS = 4
 
@@ -41,8 +42,9 @@ def ragged_mask(tensors: Tensors) -> bool:
     mask = tensors.mask
     if mask is None or tensors.mask_tiles is not None or not _is_ragged(mask):
         return False
-    scores = _scores(tensors)
-    return certainly(scores >= FEWEST_SCORES) and certainly(scores >= FEWEST_READERS * once(mask).numel())
+    narrow = all(certainly(x.shape[-1] <= NARROW) for x in (tensors.q, tensors.v))
+    scores, fewest = _scores(tensors), FEWEST_NARROW_SCORES if narrow else FEWEST_SCORES
+    return certainly(scores >= fewest) and certainly(scores >= FEWEST_READERS * once(mask).numel())
 
 
 def _scores(tensors: Tensors) -> int:

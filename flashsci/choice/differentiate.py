@@ -129,6 +129,7 @@ def _decided(choice: Choice, module: Any, saved: Saved, need: int) -> str:
     if bias is not None:
         bias_shape = bias.shape
         features["bias_shape"] = ()  # the call has a bias; a compiler may hide its sizes
+        features["bias_dtype"] = bias.dtype
         features["bias_grad"] = bool(need & NEED_BIAS)
         features["bias_summed"] = sums_bias(bias, q.shape[:-2])
     sequences = -1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

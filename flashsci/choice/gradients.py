@@ -113,7 +113,9 @@ def gradients(choice: Choice, problem: Problem, strides: bool = False, anywhere:
 def _rule(problem: Problem, generation: int, forward: str) -> preferences.Rule:
     """The rule that orders cuda and triton, each of which can compute the gradients."""
     rule = preferences.find("gradients", problem, generation, forward)
-    if not predictions.enabled() or rule.table != preferences.BY_HAND:
+    # A Problem does not say whether a mask by pairs differs as the bias does, which predictions take for granted.
+    older = generation != 90 and problem.bias and problem.mask_by_query
+    if not predictions.enabled() or rule.table != preferences.BY_HAND or older:
         return rule
     names = [name for name in rule.order if name in ("cuda", "triton")]
     found = predictions.of_gradients(problem, forward, names) if len(names) > 1 else {}

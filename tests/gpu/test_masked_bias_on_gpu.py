@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import flashsci
+from flashsci.backends.cuda import decisions, masked_bias
+from flashsci.call import plans
 from flashsci.testing import Case, Variant
 from tests.support import judged_cases
 
@@ -25,6 +27,17 @@ KINDS = {
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 
 
+@pytest.fixture(autouse=True)
+def many_scores(monkeypatch):
+    """As if these calls had so many scores that the copy pays."""
+    monkeypatch.setattr(masked_bias, "FEWEST_SCORES", 1)
+    for forget in (decisions._backward.cache_clear, plans.plans.clear):
+        forget()
+    yield
+    for forget in (decisions._backward.cache_clear, plans.plans.clear):
+        forget()
+
+
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("capped", (False, True))
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,7 +52,9 @@ def test_every_tile(dtype, dims, kind, capped, deterministic):
         )  # fmt: skip
         sizes = dict(lead=(2,), seq_q=130, seq_k=304, softcap=3.0 if capped else None)
         case = Case(variant, seed, heads_k=2, group=2, **(sizes | given))
-        judged_cases.judge(case, "cuda" if "odd" in kind else "cuda:sm90", DEVICE, deterministic)
+        # Hopper's forward takes no mask of narrow heads, and no rows that begin anywhere.
+        left = "odd" in kind or (dims == (32, 32) and "mask_shape" in given)
+        judged_cases.judge(case, "cuda" if left else "cuda:sm90", DEVICE, deterministic)
 
 
 @pytest.mark.parametrize("softcap", (None, 20.0))

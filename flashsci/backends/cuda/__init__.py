@@ -106,10 +106,12 @@ def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool, generation:
     neighbouring keys.
 
     csrc/sm90/pair takes it if its heads are neighbours. Without gradients triangle attention takes it too: it makes a
-    copy itself, during other work.
+    copy itself, during other work; and so do kernels of small calls.
     """
     found = _takes_bias(tensors, scalars, generation)
-    return found == prepared.AS_GIVEN or (found == prepared.FORWARD_AS_GIVEN and not needs_grad)
+    if found == prepared.AS_GIVEN or needs_grad:
+        return found == prepared.AS_GIVEN
+    return found == prepared.FORWARD_AS_GIVEN or decisions.reads_small_bias(tensors, scalars, generation)
 
 
 def takes_pairs(tensors: Tensors, scalars: Scalars, generation: int = 0) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flashsci.backends.cuda import library, masked_bias, rehearsal
+from flashsci.backends.cuda import layouts, library, masked_bias, rehearsal
 from flashsci.call import row_pitch
 from flashsci.call.ops import NEED_K, NEED_Q, NEED_V, Saved, Scalars, Tensors, fake_forward
 from flashsci.call.problem import Problem
@@ -142,7 +142,8 @@ def _backward(
             return _answer(rehearsal.backward_kernels, out, None, saved, need, device_of(device), generation)
 
         found = kernels_of(given)
-        if not _are_hoppers(found) and generation in (0, 90) and masked_bias.fits(given):
+        wanted = generation == 90 or (generation == 0 and masked_bias.pays(given))
+        if wanted and not _are_hoppers(found) and masked_bias.fits(given):
             others = kernels_of(masked_bias.hidden_in_bias(given))
             if others and others[0].startswith("sm90/bwd/"):
                 return _Backward(others, True)
@@ -226,6 +227,15 @@ def reads_ragged_bias(
     with unobserved():
         copied = row_pitch.padded(Described.of(tensors.bias).tensor())
     return forward(tensors._replace(bias=copied), scalars, generation, device or tensors.q.device) == found
+
+
+def reads_small_bias(
+    tensors: Tensors, scalars: Scalars, generation: int = 0, device: torch.device | None = None
+) -> bool:
+    """Whether a forward of a small call takes a bias whose keys are not neighbours in memory."""
+    if not tensors.has_strided_bias() or tensors.cu_seqlens_q is not None or not layouts.is_small(tensors):
+        return False
+    return bool(forward(tensors, scalars, generation, device))
 
 
 def takes_weights(tensors: Tensors, scalars: Scalars) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashsci.call.ops import NEED_BIAS, NEED_KEY_WEIGHT, Scalars, Tensors, bypasses_dispatcher
+from flashsci.call.symbols import certainly
 
 
 def bias_or_weights(tensors: Tensors) -> Tensor | None:
@@ -48,6 +49,16 @@ def last_options(tensors: Tensors, scalars: Scalars) -> tuple[Any, ...]:
     if scalars.caps_bias:
         return slopes, True
     return (True,) if slopes else ()
+
+
+#: Scores of a call up to which kernels that read a bias number by number take less time than a copy with neighbouring keys,
+#: which is a launch and its Python.
+MOST_IN_PLACE = 1 << 20
+
+
+def is_small(tensors: Tensors) -> bool:
+    """Whether a call has so few scores. False for sizes that a compiler keeps symbolic."""
+    return certainly(tensors.q.shape[:-1].numel() * tensors.k.shape[-2] <= MOST_IN_PLACE)
 
 
 def has_packed_bias(tensors: Tensors) -> bool:

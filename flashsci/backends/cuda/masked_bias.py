@@ -16,6 +16,10 @@ from flashsci.call.ops import Given, Tensors, empty_with_inner_keys
 from flashsci.call.row_pitch import differs_by_query, once
 
 
+#: Scores of a call from which on the copy costs less than the kernels of sm80, which read both.
+FEWEST_SCORES = 1 << 25
+
+
 def fits(tensors: Tensors) -> bool:
     """Whether a bias has a number of its own for each number of a mask by pairs, so that the copy is not larger.
 
@@ -30,6 +34,11 @@ def fits(tensors: Tensors) -> bool:
     own, of_mask = once(bias).shape, once(mask).shape
     pairs = tensors.q.shape[-2], tensors.k.shape[-2]
     return own[-2:] == pairs and all(m in (1, n) for n, m in zip(own, of_mask, strict=True))
+
+
+def pays(tensors: Tensors) -> bool:
+    """Whether a call has so many scores that the copy is a small part of its time."""
+    return tensors.q.shape[:-1].numel() * tensors.k.shape[-2] >= FEWEST_SCORES
 
 
 def hidden_in_bias(tensors: Tensors) -> Tensors:

@@ -62,7 +62,7 @@ def as_read(
     """
     rows = layouts.whole_rows(tensors.inner_contiguous(None))
     kernels = decisions.forward(rows, scalars, generation, device)
-    if _is_in_place(kernels):
+    if _is_in_place(kernels) or (not need and decisions.reads_small_bias(rows, scalars, generation, device)):
         return rows, kernels
     rows = rows.inner_contiguous()
     of_bias, of_mask = row_pitch.ragged(rows)

@@ -29,7 +29,8 @@ def _bias(p: Problem) -> Tensor | None:
 
 
 def _tensors(p: Problem) -> Tensors:
-    """The tensors of a call; a mask and weights differ by sequence and not by head."""
+    """The tensors of a call; a mask and weights differ by sequence and not by head. A mask by pairs beside a bias differs as that
+    does."""
     assert p.batch is not None and p.seq_q is not None and p.seq_k is not None
     q, k, v = (
         _empty((*p.batch, heads, rows, dim), p.dtype)
@@ -39,14 +40,15 @@ def _tensors(p: Problem) -> Tensors:
             (p.heads_k, p.seq_k, p.head_dim_v),
         )
     )
-    rows = p.seq_q if p.mask_by_query else 1
+    rows, bias = p.seq_q if p.mask_by_query else 1, _bias(p)
+    lead = p.batch if bias is None or not p.mask_by_query else bias.shape[:-3]
     return Tensors(
         q,
         k,
         v,
-        _bias(p),
+        bias,
         key_weight=_empty((*p.batch, 1, p.seq_k), torch.float32) if p.key_weight else None,
-        mask=_empty((*p.batch, 1, rows, p.seq_k), torch.bool) if p.mask else None,
+        mask=_empty((*lead, 1, rows, p.seq_k), torch.bool) if p.mask else None,
         alibi_slopes=_empty((p.heads_q,), torch.float32) if p.alibi else None,
     )
 

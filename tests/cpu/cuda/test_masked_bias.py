@@ -43,15 +43,36 @@ AS_THEY_ARE = {
 }
 
 
+@pytest.fixture
+def many_scores(monkeypatch):
+    """As if these calls had so many scores that the copy pays."""
+    monkeypatch.setattr(masked_bias, "FEWEST_SCORES", 1)
+    decisions._backward.cache_clear()
+    yield
+    decisions._backward.cache_clear()
+
+
+DEVICE = torch.device("cuda")
+
+
 @built
+@pytest.mark.usefixtures("many_scores")
 @pytest.mark.parametrize("kind", SERVED | LEFT | AS_THEY_ARE)
 def test_hoppers_backward_takes_a_mask_in_the_place_of_a_bias(kind):
     saved = (SERVED | LEFT | AS_THEY_ARE)[kind]
-    device = torch.device("cuda")
-    first = decisions.backward(saved, ALL, device=device)[0]
+    first = decisions.backward(saved, ALL, device=DEVICE)[0]
     assert first.startswith("sm80/bwd/" if kind in LEFT else "sm90/bwd/")
-    assert decisions._of_backward(saved, ALL, 0, device).hides_in_bias == (kind in SERVED)
-    assert not decisions._of_backward(saved, ALL, 80, device).hides_in_bias
+    assert decisions._of_backward(saved, ALL, 0, DEVICE).hides_in_bias == (kind in SERVED)
+    assert not decisions._of_backward(saved, ALL, 80, DEVICE).hides_in_bias
+
+
+@built
+@pytest.mark.parametrize("kind", SERVED)
+def test_small_calls_have_both_read_by_other_kernels(kind):
+    """Those of sm80; Hopper's if they are asked for by name."""
+    decisions._backward.cache_clear()
+    assert decisions.backward(SERVED[kind], ALL, device=DEVICE)[0].startswith("sm80/bwd/")
+    assert decisions.backward(SERVED[kind], ALL, 90, DEVICE)[0].startswith("sm90/bwd/")
 
 
 @pytest.mark.parametrize("keys", (301, 304))

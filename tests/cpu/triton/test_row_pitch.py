@@ -21,7 +21,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def copies_of_any_size(monkeypatch):
-    monkeypatch.setattr(row_pitch, "FEWEST_SCORES", 1)
+    for name in ("FEWEST_SCORES", "FEWEST_NARROW_SCORES"):
+        monkeypatch.setattr(row_pitch, name, 1)
     plans.plans.clear()
     yield
     plans.plans.clear()
