@@ -208,7 +208,7 @@ def test_sass_is_tensor_core_code():
         assert "LDSM.16.M88.4" in text and "LDSM.16.MT88.4" in text, name
         assert "LDGSTS" in text, name
         assert "DFMA" not in text and "DMUL" not in text, name
-    of_paged = [a for a in archs if a != 90 or archs[0] == 90]  # cmake/left_out.txt
+    of_paged = [a for a in archs if a not in (90, 120, 121) or archs[0] == a]  # cmake/left_out.txt
     paged = sass(f"sm_{of_paged[-1]}", "sm805paged12paged_kernel")
     assert len(paged) == 2 * 3 * 3  # dtypes, head dims, what a cache holds
     for text in paged:
@@ -350,6 +350,13 @@ SPILLS = {
         for dtype in ("bf16", "fp16")
         for dim in ("192", "256")
         for variant in ("dense", "softcap", "v 128", "v 128 softcap")
+    },
+    **{(f"sm90/bwd_{dtype}", "128", "bias or mask softcap"): 84 for dtype in ("bf16", "fp16")},
+    **{(f"sm80/bwd_{dtype}", "64", "backward queries"): 44 for dtype in ("bf16", "fp16")},
+    **{  # of sm_80 alone
+        (f"sm80/fwd_{dtype}", "96", f"{rows} rows, any bias or mask"): 20
+        for dtype in ("bf16", "fp16")
+        for rows in ("any", "16-byte")
     },
     ("sm90/pair_fp32", "32", "backward"): 120,
     ("sm90/pair_bf16", "32", "backward"): 64,

@@ -36,7 +36,8 @@ RECORDS = [
 ]
 #: Drawn calls of which constants are learnt. `drawn-early` was drawn by other weights; no other seed takes part.
 DRAWN = [
-    ROOT / "reports" / "bench" / "h200" / f"drawn-{name}.jsonl" for name in ("early", "1", "2", "3", "4", "5", "6", "7", "8")
+    ROOT / "reports" / "bench" / "h200" / f"drawn-{name}.jsonl"
+    for name in ("early", "1", "2", "3", "4", "5", "6", "7", "8")
 ]
 FITTED = [*RECORDS, *DRAWN]
 #: Weights of the squared log distance of a constant from the one that it is drawn towards.

@@ -15,7 +15,6 @@ from torch import Tensor
 from flashsci.call.ops import Given, Tensors, empty_with_inner_keys
 from flashsci.call.row_pitch import differs_by_query, once
 
-
 #: Scores of a call from which on the copy costs less than the kernels of sm80, which read both.
 FEWEST_SCORES = 1 << 25
 

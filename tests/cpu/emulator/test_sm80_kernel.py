@@ -164,7 +164,7 @@ def backward(
     assert emulate(library.emulate_backward, params, x.q.dtype == torch.bfloat16, seed)
     if learns_slopes(x):
         dbias = slope_gradient(x, sums)
-    if dbias and x.bias.shape != shared.shape:
+    if "dbias" in dbias and x.bias.shape != shared.shape:
         dbias = {"dbias": dbias["dbias"].sum(0, keepdim=True).to(shared.dtype)}
     return {name: of_heads(x, gradient) for name, gradient in found.items()} | dbias
 

@@ -43,7 +43,7 @@ def of_script(unit: str, sm80: str) -> str:
         ("sm80/dropout/fp16.cu", "100,120", "100"),
         ("sm80/weights/fp32.cu", "90,100,120", "90,100,120"),
         ("sm80/paged/bf16.cu", RELEASED, "80,100,120"),
-        ("sm80/paged8/bf16.cu", RELEASED, "80,100,120"),
+        ("sm80/paged8/bf16.cu", RELEASED, "80,100"),
         ("sm80/paged/bf16.cu", "90", "90"),
     ],
 )
