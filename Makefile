@@ -77,6 +77,8 @@ demo: install ## the main job: crystals and molecules through every backend; wri
 force-field: install ## train a potential on forces, run it, compare with SDPA; writes force-field-output/
 	$(PY) examples/force_field
 
+# The slowest tests are named at the end.
+SLOWEST := --durations=10 --durations-min=30
 # tests/cpu interprets Triton, which only a process without a GPU does: where there is one, two runs.
 define pytest
 	$(if $(GPU),CUDA_VISIBLE_DEVICES= $(PY) -m pytest $(1) tests/cpu && \
@@ -84,10 +86,10 @@ define pytest
 endef
 
 test: install ## the tests that this machine can run, without the slow ones
-	$(call pytest,$(PARALLEL) -m "not slow")
+	$(call pytest,$(PARALLEL) $(SLOWEST) -m "not slow")
 
 test-slow: install ## the slow tests: builds, and every Triton kernel compiled for every architecture
-	$(call pytest,-n 2 --dist worksteal --max-worker-restart=0 -m "slow and not rest" --ignore=tests/machinery)
+	$(call pytest,-n 2 --dist worksteal --max-worker-restart=0 $(SLOWEST) -m "slow and not rest" --ignore=tests/machinery)
 
 test-rest: install ## of tests with the marker every(n) the cases that `make test` leaves out
 	$(call pytest,-n 2 --dist worksteal --max-worker-restart=0 -m rest --ignore=tests/machinery)

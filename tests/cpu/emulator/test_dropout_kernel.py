@@ -110,6 +110,7 @@ KINDS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dims", DIMS)
 def test_every_tile(library, dims, kind):

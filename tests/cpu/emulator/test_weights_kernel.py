@@ -98,6 +98,7 @@ KINDS = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dims", "dtype"),
