@@ -95,8 +95,9 @@ def of_drawn(path: Path, forwards: Any) -> list[Sample]:
         call = drawn.measured(record)
         work = record["call"].get("work", "forward")
         device = find(tuple(record["env"]["capability"] or ()), record["env"]["gpu"] or "")  # type: ignore[arg-type]
-        # The work of a call with a table depends on the tiles that its mask hides, which a Problem does not say.
-        if call is None or device is None or work == "second" or call.problem.mask_tiles:
+        # The work of a call with a table depends on the tiles that its mask hides, which a Problem does not say. Of a call with
+        # sinks torch's own kernels do a part, which takes most of the time of a small one.
+        if call is None or device is None or work == "second" or call.problem.mask_tiles or call.problem.sink:
             continue
         own = dict(id=f"{call.call.seed}/{call.call.index}", suite=f"seed {call.call.seed}", source=path.name)
         for name, timed in record["candidates"].items():

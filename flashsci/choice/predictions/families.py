@@ -98,12 +98,13 @@ def _of_triton(p: Problem, backward: bool) -> str:
 
 def _of_sdpa(p: Problem) -> str | None:
     banded = p.window_left >= 0 or p.window_right > 0 or (p.window_right == 0 and p.lower_right)
-    masked = p.bias or p.mask or banded or p.head_dim != p.head_dim_v
-    if p.inner_heads or (p.heads_q != p.heads_k and (masked or p.dtype == torch.float32)):
+    masked = p.bias or p.mask or banded
+    uneven = p.head_dim != p.head_dim_v
+    if p.inner_heads or (p.heads_q != p.heads_k and (masked or uneven or p.dtype == torch.float32)):
         return None  # torch copies the bias, or expands the heads, and may take plain math
     if masked:
         return "sdpa/masked"
-    if p.dtype == torch.float32:
+    if uneven or p.dtype == torch.float32:
         return "sdpa/efficient"
     return "sdpa/decode" if (p.seq_q or 0) <= FEW_QUERIES else "sdpa/plain"
 
