@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from tests.compile.ahead_of_time import check, compiled, report_of, script
+from tests.compile.ahead_of_time import PARTS, check, compiled, report_of, script
 
 ARCHITECTURES = (80, 90)
 KERNELS = {
@@ -58,13 +58,14 @@ def report(architecture: int, ops: dict, launched: list):
 
 
 @pytest.mark.slow
-@pytest.mark.every(4)
+@pytest.mark.every(6)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_compiles(architecture):
+def test_compiles(architecture, part):
     pytest.importorskip("triton")
-    found = report_of(__file__, architecture)
+    found = report_of(__file__, architecture, part)
     assert {entry["kernel"] for entry in found} == KERNELS
-    check(found, architecture)
+    found = check(found, architecture)
     # Of a tile that is loaded ahead and read by both, Triton 3.6 overwrites what wgmma still reads.
     mixed = [entry for entry in found if entry["both"] and entry["stages"] > 1]
     assert not mixed, mixed

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.compile.ahead_of_time import check, compiled, report_of, script
+from tests.compile.ahead_of_time import PARTS, check, compiled, report_of, script
 
 ARCHITECTURES = (75, 80, 90, 100)
 
@@ -41,13 +41,14 @@ def report(architecture: int, ops: dict, launched: list):
 
 
 @pytest.mark.slow
-@pytest.mark.every(4)
+@pytest.mark.every(12)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_compiles(architecture):
+def test_compiles(architecture, part):
     pytest.importorskip("triton")
-    found = report_of(__file__, architecture)
+    found = report_of(__file__, architecture, part)
     assert len(found) == 4 * 2 * 4 * 4
-    check(found, architecture)
+    found = check(found, architecture)
     spilled = {entry["call"]: entry["stack"] for entry in found if entry["stack"]}
     limits = MOST_STACK | {75: {16: MOST_OF_TURING}, 100: {32: MOST_OF_BLACKWELL}}.get(architecture, {})
     assert all(most <= limits[32 if "float32" in call else 16] for call, most in spilled.items()), spilled

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from flashsci.call.mask_tiles import table_length
-from tests.compile.ahead_of_time import check, compiled, report_of, script
+from tests.compile.ahead_of_time import PARTS, check, compiled, report_of, script
 
 ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
@@ -178,21 +178,22 @@ def report(architecture: int, ops: dict, launched: list):
 
 
 @pytest.mark.slow
-@pytest.mark.every(4)
+@pytest.mark.every(12)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_compiles(architecture):
+def test_compiles(architecture, part):
     pytest.importorskip("triton")
-    found = report_of(__file__, architecture)
+    found = report_of(__file__, architecture, part)
     missing = KERNELS - {entry["kernel"] for entry in found}
     # Turing's shared memory is too small for a whole second order, its registers for several directions.
     of_many = {kernel for kernel in KERNELS if kernel.startswith("many_")}
     assert missing == ({"double_backward_small_kernel", *of_many} if architecture == 75 else set())
-    check(found, architecture)
+    found = check(found, architecture)
     # Scores whose maximum is subtracted are numbers of their own: not contracted with the subtraction, which would leave
     # their rounding where zero is due. "plain" has them where huge scores send it a second time.
     forwards = {e["call"]: e for e in found if e["kernel"] == "forward_kernel"}
-    assert forwards["negative scale"]["rounded products"] >= 16, forwards
-    assert forwards["plain"]["rounded products"] >= 4, forwards
+    for call, fewest in (("negative scale", 16), ("plain", 4)):
+        assert call not in forwards or forwards[call]["rounded products"] >= fewest, forwards
     # Where rows are neighbours, tiles are held as those of other rows: products of transposed tiles are wrong.
     for kernel in ("forward_kernel", "dq_kernel", "dkdv_kernel", "jvp_kernel", "double_backward_keys_kernel"):
         together, apart = (

@@ -28,7 +28,7 @@ from tools.kernels.launchers import (
     _strides,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every(4)]
 
 ROOMS = (100, 164, 228)  # KiB of shared memory of a multiprocessor: sm_86, sm_80, sm_90
 

@@ -503,6 +503,7 @@ def test_honest_kernels_pass(kernels):
 
 
 @pytest.mark.slow
+@pytest.mark.every(8)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(tmp_path, fault):
     file, old, new = FAULTS[fault]

@@ -154,6 +154,7 @@ FAULTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(tmp_path, fault):
     library = built(tmp_path, "sm80", FAULTS[fault])
