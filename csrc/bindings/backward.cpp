@@ -58,8 +58,8 @@ bool is_short(const FlashsciBackwardParams& p) {
   return dim <= 32 ? rows <= (many ? 512 : 128) : dim <= 64 && rows <= (many ? 128 : 64);
 }
 
-// Whether a bias or its gradient of a 16-bit call has a number for every score, and rows of whole 16
-// bytes that are longer than its keys. Kernels write the gradient of such a bias in the same way, unless a window
+// Whether a bias or its gradient has a number for every score, and rows of whole 16 bytes that are
+// longer than its keys. Kernels write the gradient of such a bias in the same way, unless a window
 // hides scores: they clear dense memory then.
 bool has_pitch(const Tensor& x, const Call& call) {
   const int rank = static_cast<int>(x.dim());
@@ -70,17 +70,15 @@ bool has_pitch(const Tensor& x, const Call& call) {
   for (int i = 0; i < kMaxRank - 1; ++i)
     if (view.size[i] != call.q_view.size[i]) return false;
   const int64_t keys = x.size(rank - 1), row = x.stride(rank - 2);
-  const int64_t whole = 16 / size_of(dtype_of(x));
-  return size_of(call.dtype) == 2 && x.stride(rank - 1) == 1 && row > keys && row % whole == 0 &&
-         keys % whole != 0 && keys == call.k_view.size[3];
+  return size_of(dtype_of(x)) == 2 && x.stride(rank - 1) == 1 && row > keys && row % 8 == 0 &&
+         keys % 8 != 0 && keys == call.k_view.size[3];
 }
 
 // flashsci.call.ops.empty_bias_gradient.
 Tensor empty_bias_gradient(const Tensor& bias, const Call& call) {
   const int rank = static_cast<int>(bias.dim());
   return has_pitch(bias, call)
-             ? empty_pitched(rank, bias.sizes().data(), 16 / size_of(dtype_of(bias)),
-                             dtype_of(bias), call.device)
+             ? empty_pitched(rank, bias.sizes().data(), 8, dtype_of(bias), call.device)
              : empty_contiguous(rank, bias.sizes().data(), dtype_of(bias), call.device);
 }
 

@@ -288,17 +288,17 @@ def fake_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def pitches_bias_gradient(bias: Tensor, q: Tensor, k: Tensor, windowed: bool) -> bool:
-    """Whether a backward returns the gradient of a bias at a pitch of 16 bytes: as the bias of a 16-bit call has it, with a
+    """Whether a backward returns the gradient of a bias at a pitch of 16 bytes: as the bias, of 16 bits, has it, with a
     number for every score and no window. Tiles are written there as they are read."""
-    keys, whole = bias.shape[-1], 16 // bias.element_size()
+    keys = bias.shape[-1]
     return (
         not windowed
-        and q.element_size() == 2
+        and bias.element_size() == 2
         and bias.dim() > 1
         and bias.stride(-1) == 1
         and bias.stride(-2) > keys
-        and bias.stride(-2) % whole == 0
-        and keys % whole != 0
+        and bias.stride(-2) % 8 == 0
+        and keys % 8 != 0
         and keys == k.shape[-2]
         and bias.shape[:-1] == q.shape[:-1]
         and 0 not in bias.shape

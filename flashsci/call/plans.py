@@ -132,10 +132,8 @@ class Plan:
         ragged = self._ragged
         if ragged is None:
             ragged = row_pitch.ragged(given)
-            if ragged[0] and not needs_grad and self._says("reads_ragged_bias", given):
+            if ragged[0] and not needs_grad and self._reads_ragged_bias(given):
                 ragged = False, ragged[1]
-            if any(ragged) and self._says("reads_any_rows", given):
-                ragged = False, False
             self._ragged = None if is_traced() else ragged
         if ragged[0] or ragged[1]:
             of_mask = bias_copy.choose_for(given.mask) if direct else with_inner_keys
@@ -143,11 +141,10 @@ class Plan:
         self.as_given = given is tensors and self._ragged is not None
         return given
 
-    def _says(self, what: str, tensors: Tensors) -> bool:
-        """The answer of its backend for a call: whether its kernels read rows that begin anywhere as fast as a copy of them, of a
-        bias in the forward (reads_ragged_bias) or of bias and mask in both passes (reads_any_rows)."""
-        asked = getattr(self.module, what, None)
-        return asked is not None and bool(asked(tensors, self.scalars))
+    def _reads_ragged_bias(self, tensors: Tensors) -> bool:
+        """Whether its kernels read a bias whose rows begin anywhere as fast as a copy."""
+        reads = getattr(self.module, "reads_ragged_bias", None)
+        return reads is not None and bool(reads(tensors, self.scalars))
 
     def makes_table(self, tensors: Tensors) -> bool:
         """Whether a table of the mask's tiles is made for a call that has none."""

@@ -40,8 +40,8 @@ def first_order(tensors: Tensors) -> Tensors:
     return tensors._replace(q=q, k=k, v=v, bias=bias)
 
 
-#: The nodes of SDPA's kernels; cuDNN's alone returns a gradient without a request for one.
-NODES = frozenset(f"ScaledDotProduct{name}AttentionBackward0" for name in ("Flash", "Efficient", "Cudnn"))
+#: The node of cuDNN's forward, which alone returns a gradient without a request for one.
+UNREQUESTED = "ScaledDotProductCudnnAttentionBackward0"
 
 
 def prepared(tensors: Tensors, scalars: Scalars, needs_grad: bool) -> Callable[[Given], tuple[Tensor, None]] | None:
@@ -57,52 +57,17 @@ def prepared(tensors: Tensors, scalars: Scalars, needs_grad: bool) -> Callable[[
         out = forward(q, k, v)
         if needs_grad:
             node = out.grad_fn
-            if node is not None and type(node).__name__ in NODES:
-                hooks = NodeHooks(scalars, out)
-                node.register_prehook(hooks.before)
-                node.register_hook(hooks.after)
-            else:
-                out = apply_directly(out, scalars, *given)
+            if node is not None and type(node).__name__ == UNREQUESTED:
+                node.register_hook(_ends)
+            out = apply_directly(out, scalars, *given)
         return (out if out.stride() == strides else follow_layout(out, q)), None
 
     return run
 
 
-class NodeHooks:
-    """A second derivative for a node of SDPA's kernels, by hooks around it: a plain backward costs the host two calls, where a
-    node of Python costs it several times as much.
-
-    A backward that is recorded, or that a transform follows, gets what :class:`SecondOrder` gives it. The hooks hold no
-    tensor: the node has those of the call, and frees them.
-    """
-
-    __slots__ = ("dout", "scalars", "shape", "strides")
-
-    def __init__(self, scalars: Scalars, out: Tensor) -> None:
-        self.scalars, self.shape, self.strides = scalars, out.shape, out.stride()
-        self.dout: Tensor | None = None
-
-    def before(self, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-        dout = cotangents[0]
-        if dout is None:
-            return None
-        if torch.is_grad_enabled() or transforming():
-            self.dout = dout
-            # The engine takes no gradient in the place of none: the node computes some, of anything.
-            plain = torch.empty_strided(self.shape, self.strides, dtype=dout.dtype, device=dout.device)
-            return (plain, *cotangents[1:])
-        ordered = laid_out(dout, self.strides)
-        return None if ordered is dout else (ordered, *cotangents[1:])
-
-    def after(self, gradients: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...] | None:
-        dout, self.dout = self.dout, None
-        if dout is None:
-            return None
-        node: Any = torch._C._current_autograd_node()
-        rows = node._saved_query, node._saved_key, node._saved_value
-        wanted = [x.requires_grad and gradient is not None for x, gradient in zip(rows, gradients, strict=False)]
-        found = recompute.gradients(_again(self.scalars), rows, wanted, (dout,))
-        return (*found, *(None,) * (len(gradients) - len(rows)))
+def _ends(gradients: Sequence[Tensor | None], _: Any) -> tuple[None, ...] | None:
+    """A hook of SDPA's node: in a recorded backward its gradients go no further."""
+    return (None,) * len(gradients) if torch.is_grad_enabled() else None
 
 
 class FirstOrder(torch.autograd.Function):

@@ -12,7 +12,7 @@ from tests.compile.ahead_of_time import PARTS, check, compiled, report_of, scrip
 ARCHITECTURES = (75, 80, 90, 100)
 KERNELS = {
     "forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "bias_gradient_kernel", "small_backward_kernel",
-    "small_shared_backward_kernel", "short_forward_kernel", "short_delta_kernel", "short_dq_kernel", "short_dkdv_kernel",
+    "small_shared_backward_kernel",
     "many_dq_kernel", "many_dkdv_kernel", "jvp_kernel", "many_jvp_kernel", "second_jvp_kernel", "double_backward_queries_kernel", "double_backward_keys_kernel", "double_backward_bias_kernel",
     "many_double_backward_queries_kernel", "many_double_backward_keys_kernel",
     "double_backward_small_kernel", "copy_bias_kernel", "copy_rows_kernel", "product_kernel", "wide_forward_kernel", "wide_backward_kernel",
@@ -48,11 +48,6 @@ def calls(architecture):
         (32, 32),
         {"seq": (25, 25), "bias": (1, 2, 25, 25), "mask": (2, 1, 25, 25), "heads_k": 2},
     )
-    few = {"seq": (3, 5), "bias": (2, 2, 3, 5)}
-    yield "few keys", "float16", (128, 128), {"seq": (1, 7), "mask": (2, 1, 1, 7)}
-    yield "few keys, capped", "float32", (80, 80), few | {"softcap": 9.0, "caps_bias": True, "window_right": 0}
-    yield "few keys, unaligned rows", "float16", (16, 159), {"seq": (3, 3), "bias": (2, 1, 1, 3), "alibi": (2, 2)}
-    yield "few keys, wide heads", "float32", (256, 256), few | {"mask": (2, 1, 3, 5)}
     yield "unaligned rows", "float16", (50, 20), {"window_left": 40, "window_right": 8}
     yield "unaligned rows, packed", "float16", (100, 25), {"packed": True}
     yield "key weights", "float16", (64, 80), {"weight": (2, 1, 96)}

@@ -1,7 +1,7 @@
 """The Triton backend: every feature of the specification, on any GPU that Triton supports.
 
 kernels/ holds one file for each idea: forward.py; backward_preprocess.py (delta), backward_queries.py (dq),
-backward_keys.py (dk, dv), backward_small*.py, short_*.py for few keys, many_backward.py, bias_gradient.py, copy_bias.py, copy_rows.py; for the second order jvp.py,
+backward_keys.py (dk, dv), backward_small*.py, many_backward.py, bias_gradient.py, copy_bias.py, copy_rows.py; for the second order jvp.py,
 many_jvp.py, second_jvp.py, double_backward_*.py and many_double_backward.py; for wide heads, whose scores are held in memory, wide_*.py; paged.py and paged_cache.py for paged KV
 caches; fp8.py for 8-bit floats; gated.py and gated_second_order.py for a gate of pairs; mask_tiles.py for the tables of tiles of a mask;
 map_rows.py, map_keys.py and map_top.py for attention maps; laplacian.py for the forward Laplacian.
@@ -58,7 +58,6 @@ _KEYS = ("CUDA", "CPU") if INTERPRETED else ("CUDA",)
 forward = ops.define("triton", "forward", checks.forward(dense.forward), _KEYS)
 backward = ops.define("triton", "backward", checks.backward(dense.backward), _KEYS)
 slope_sums = dense.slope_sums
-reads_any_rows = dense.reads_any_rows
 jvp = ops.define("triton", "jvp", checks.jvp(second_order.jvp), _KEYS)
 ops.define("triton", "many_jvp", checks.many_jvp(many_jvp.many_jvp), _KEYS)
 directions.share("triton", "jvp", many_jvp.shares)
@@ -119,11 +118,6 @@ def unavailable() -> str | None:
     if INTERPRETED or torch.cuda.is_available():
         return None
     return "needs a CUDA GPU that torch sees (or TRITON_INTERPRET=1 set before Python starts, to interpret on the CPU)"
-
-
-def takes_bias(tensors: Tensors, scalars: Scalars, needs_grad: bool) -> bool:
-    """Whether kernels take a bias whose keys are not neighbours in memory as well as a copy with neighbouring keys."""
-    return reads_any_rows(tensors, scalars)
 
 
 def rejects(problem: Problem) -> str | None:

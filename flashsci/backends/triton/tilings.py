@@ -193,8 +193,6 @@ FEW_PAIRS = 1 << 20  # scores of a head with longer rows, of which a window may 
 FEW_SCORES = 1 << 24  # scores that are held in memory at a time, 64 MiB
 LEAST_HELD = 64  # head dim from which the second order holds them
 LEAST_PIECE = 256  # keys of a piece of a sum
-FEW_KEYS = 16  # keys that a program goes through one by one
-PASSES = 8  # products of a row that take as long as its bytes
 BUSY = 4  # programs of a processor that hide each other's loads
 
 
@@ -326,19 +324,6 @@ def most_directions(
     if width > (32 if bias_moves else 64) or not (hopper or plain):
         return 1
     return 4 if hopper and plain and width <= 32 else 2
-
-
-def is_short(dims: tuple[int, int], length_q: int, length_k: int, group: int) -> bool:
-    """Whether rows of many heads share a tile: few keys, and so few pairs of rows that bytes take the time."""
-    rows = group * length_q
-    return max(dims) <= 256 and length_k <= FEW_KEYS and rows * length_k <= PASSES * (rows + length_k)
-
-
-def short_rows(capability: tuple[int, int] | None, width: int, tiles: int, vector: int) -> tuple[int, int]:
-    """Rows and warps of a program that holds this many tiles of rows of this width on chip. vector: elements of a load; with one
-    alone a thread has a part of many rows, and a pointer to each."""
-    elements = 256 if capability is None else (4096 if tiles <= 4 else 2048) // (4 if vector == 1 else 1)
-    return max(8, min(128, elements // (1 << (width - 1).bit_length()))), 4
 
 
 def is_wide(dims: tuple[int, int], length_q: int, length_k: int, group: int) -> bool:

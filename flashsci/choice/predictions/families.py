@@ -38,7 +38,6 @@ TILINGS = {
     "sm90/triangle_fwd": Tiling(128, 64),
     "sm90/pair": Tiling(32, 32, fixed=False),
     "triton/dense": Tiling(128, 64, 0, fixed=False),
-    "triton/short": Tiling(1, 1, 0, fixed=False, grid="split", skips=False),
     "triton/wide": Tiling(64, 64, 32, fixed=False, skips=False),
     "triton/wide/long": Tiling(64, 64, 32, fixed=False, grid="split", skips=False),
     "sdpa/plain": Tiling(128, 128, 32),
@@ -59,8 +58,6 @@ PREPARING = "sm80/weights"
 SMALL_LENGTH, SMALL_WIDTH = 64, 128
 #: Up to so many queries SDPA's kernels divide the keys among processors.
 FEW_QUERIES = 16
-#: Rows of few keys share tiles in Triton's kernels, up to so many products of a row for its bytes.
-FEW_KEYS, PASSES, NOT_WIDER = 16, 8, 256
 #: Products of whole heads in fp32 begin beyond this head dim; sums over more keys than LONG are divided among processors.
 WIDE, LONG = 128, 1024
 
@@ -92,10 +89,6 @@ def head_dims(p: Problem, tiling: Tiling) -> tuple[int, int]:
 
 def _of_triton(p: Problem, backward: bool) -> str:
     widest, longest = max(p.head_dim, p.head_dim_v), max(p.seq_q or 0, p.seq_k or 0)
-    rows, keys = (p.seq_q or 0) * (p.heads_q // max(p.heads_k, 1)), p.seq_k or 0
-    others = p.key_weight or p.dropout_p or p.mask_tiles
-    if keys <= FEW_KEYS and rows * keys <= PASSES * (rows + keys) and widest <= NOT_WIDER and not others:
-        return "triton/short"
     if p.dtype == torch.float32 and widest > WIDE and p.few_scores:
         return "triton/wide/long" if (p.seq_k or 0) > LONG else "triton/wide"
     width = max(padded(p.head_dim, 0), padded(p.head_dim_v, 0))

@@ -28,17 +28,6 @@ def made(shape, length, dim, batch=16, mask=False, dtype=torch.bfloat16):
     return Tensors(*rows, **{"mask" if mask else "bias": plane})
 
 
-@pytest.mark.parametrize("dim", (32, 64, 128))
-@pytest.mark.parametrize("length", (383, 1023, 1025))
-def test_an_fp32_bias_of_any_length_has_the_kernels_of_the_next_multiple(length, dim):
-    """Its gradient, a number for every score, is written by tiles, too."""
-    for need in (0, ROWS, ROWS | BIAS):
-        every = [made("for every pair", s, dim) for s in (length, -(-length // 64) * 64)]
-        found, expected = (named(t._replace(bias=t.bias.float()), need) for t in every)
-        assert found == expected, need
-        assert found.kernel.startswith("sm90/") and (not need or found.gradient_kernel == "sm90/bwd")
-
-
 def named(tensors, need, scalars=PLAIN):
     return naming.attention("cuda", tensors, scalars, need, torch.device("cuda"), lambda hopper: "cuda")
 

@@ -149,12 +149,6 @@ def test_what_is_behind_its_rows_does_not_matter(library, dim, seq_k, room):
     judge(library, pairs(dim, seq_k=seq_k), room=room)
 
 
-@pytest.mark.parametrize("dim", (64, 128))
-@pytest.mark.parametrize("seq_k, room", ((131, (0, 1)), (133, (0, 3)), (133, (2, 7))))
-def test_the_gradient_of_an_fp32_bias_has_its_pitch(library, dim, seq_k, room):
-    judge(library, pairs(dim, seq_k=seq_k, bias_float=True), room=room)
-
-
 SHAPES = {
     "of every head": dict(bias_shape=(3, 150, 136)),
     "of every batch entry": dict(bias_shape=(2, 1, 150, 136)),

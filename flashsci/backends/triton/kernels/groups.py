@@ -172,4 +172,4 @@ ROWS = frozenset((
 ))  # fmt: skip
 # Numbers in these change from call to call: a kernel is not compiled again if one of them is 1 or a multiple of 16.
 # (For strides it is: the strides of one layout are equal.)
-RUNTIME = ("sizes", "rows", "schedule", "sharing", "mod", "tiles", "product")
+RUNTIME = ("sizes", "schedule", "sharing", "mod", "tiles", "product")

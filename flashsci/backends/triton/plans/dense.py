@@ -27,8 +27,6 @@ from flashsci.backends.triton.kernels.groups import (
     Sizes,
 )
 from flashsci.backends.triton.kernels.scores import ABSENT, KEY, PLANE
-from flashsci.backends.triton.kernels.short_backward import short_delta_kernel, short_dkdv_kernel, short_dq_kernel
-from flashsci.backends.triton.kernels.short_forward import short_forward_kernel
 from flashsci.backends.triton.launcher import Launch, device_of
 from flashsci.backends.triton.plans.bias import (
     NO_ROUTE,
@@ -63,7 +61,6 @@ from flashsci.call.ops import (
     pitches_bias_gradient,
 )
 
-MOST_ROWS = (1 << 31) - (1 << 10)  # of all heads, which kernels of short rows count in 32 bits
 UNBOUNDED = 1 << 30  # a window side that never cuts
 
 
@@ -156,9 +153,6 @@ class DensePlan:
         held = single and whole_rows and not (self.tiles or one_tile)
         held = held and tilings.holds_second_order(dims, *self.lengths, self.group)
         self.wide_second = Wide(self) if held else self.wide
-        rows = self.batch * (self.heads * self.size_q + self.heads_k * self.size_k)
-        plain = dense and weight is None and not dropout_p and not self.tiles and rows <= MOST_ROWS
-        self.short = plain and tilings.is_short(dims, *self.lengths, self.group)
         self.window = 0 if window_left < 0 and window_right < 0 else 1 if window_left < 0 else 2
         dropout = dropout_p > 0.0
         self.precision = precise
@@ -241,19 +235,6 @@ class DensePlan:
             arguments["maxnreg"] = registers[0]
         return (self.sequences + 2 if self.varlen else self.batch) * self.heads_k, arguments
 
-    def short_rows(self, kernel: str, tiles: int, **strides) -> Launch:
-        """The launch of a kernel of short rows. tiles: of rows, that a program holds on chip."""
-        by_keys = kernel is short_dkdv_kernel
-        rows = self.batch * (self.heads_k * self.size_k if by_keys else self.heads * self.size_q)
-        vector = min(self.arguments[of].VECTOR for of in "DV")
-        block, warps = tilings.short_rows(self.device.capability, self.width, tiles, vector)
-        features = self.arguments["F"]._replace(BIAS_VECTOR=0, MASK_VECTOR=0)
-        taken = {name: self.arguments[name] for name in kernel.arg_names if name in self.arguments}
-        arguments = taken | strides | dict(rows=rows, BLOCK=block, num_warps=warps, num_stages=1)
-        if "F" in taken:
-            arguments["F"] = features
-        return Launch(kernel, -(-rows // block), arguments)
-
     def shared(self, kernel: str) -> tuple[int, dict, int]:
         """Programs, arguments and the number of partial sums of a kernel over a bias that heads or batch members
         share."""
@@ -316,9 +297,7 @@ class DensePlan:
         return like.new_empty(shape, dtype=torch.float32)
 
     def forward(self, out) -> Launch:
-        if "forward" not in self.launches and self.short:
-            self.launches["forward"] = self.short_rows(short_forward_kernel, 4, out_strides=strides4(out.stride()))
-        elif "forward" not in self.launches:
+        if "forward" not in self.launches:
             programs, arguments = self.scheduled("forward")
             arguments["out_strides"] = strides4(out.stride())
             self.launches["forward"] = Launch(forward_kernel, programs, arguments)
@@ -338,29 +317,6 @@ class DensePlan:
             programs = tiles * self.batch * self.heads
             self.launches["delta"] = Launch(delta_kernel, programs, arguments)
         return self.launches["delta"]
-
-    def short_delta(self) -> Launch:
-        if "short_delta" not in self.launches:
-            strides = dict(dout_strides=self.strides[3], out_strides=self.strides[4])
-            self.launches["short_delta"] = self.short_rows(short_delta_kernel, 2, **strides)
-        return self.launches["short_delta"]
-
-    def short_dq(self, dq, use: int, dbias) -> Launch:
-        key = "short_dq", dq is None, use
-        if key not in self.launches:
-            strides = dict(dout_strides=self.strides[3], dq_strides=strides_of(dq))
-            strides["dbias_strides"] = self.gradient_strides(dbias, use)
-            launch = self.short_rows(short_dq_kernel, 5, **strides)
-            launch.arguments["BIAS_GRADIENT"] = use
-            self.launches[key] = launch
-        return self.launches[key]
-
-    def short_dkdv(self, dk, dv, column_sums: bool) -> Launch:
-        key = "short_dkdv", dk is None, dv is None, column_sums
-        if key not in self.launches:
-            strides = dict(dout_strides=self.strides[3], dk_strides=strides_of(dk), dv_strides=strides_of(dv))
-            self.launches[key] = self.short_rows(short_dkdv_kernel, 6, **strides)
-        return self.launches[key]
 
     def dq(self, dq, use: int, dbias) -> Launch:
         """The launch of dq. `use`: the use of dS as bias gradient, see backward_queries.py."""
@@ -478,19 +434,6 @@ def longest_of(scalars: Scalars) -> int:
     return BATCH_INVARIANT if scalars.batch_invariant() else 0
 
 
-def reads_any_rows(tensors: Tensors, scalars: Scalars) -> bool:
-    """Whether kernels of short rows compute a call, which read each number of a bias and a mask by itself."""
-    q, k, v = tensors[:3]
-    sizes = *q.shape[-3:], *k.shape[-3:], v.shape[-1]
-    others = tensors.cu_seqlens_q, tensors.key_weight, tensors.mask_tiles
-    if not all(x is None for x in others) or scalars.dropout_p or len(sizes) < 7:
-        return False
-    if not all(isinstance(n, int) for n in sizes):  # symbols of a compiler
-        return False
-    heads, rows, dim, heads_k, keys, _, dim_v = sizes
-    return tilings.is_short((dim, dim_v), rows, keys, heads // max(heads_k, 1))
-
-
 def reads_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels of some pass of a dense call read its mask even if it has a table."""
     lengths = q.shape[-2], k.shape[-2]
@@ -520,7 +463,7 @@ class ForwardLaunches:
         out = empty_like_layout(q, (*q.shape[:-1], v.shape[-1]))
         self.out, self.lse = (out.shape, out.stride()), q.shape[:-1]
         self.dtype, self.device = q.dtype, q.device
-        self.run = None if p.empty else p.wide.forward if p.wide and not p.short else p.forward(out)
+        self.run = None if p.empty else p.wide.forward if p.wide else p.forward(out)
 
     def __call__(self, tensors: Tensors):
         out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
@@ -566,7 +509,7 @@ class BackwardLaunches:
         lse = lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         inputs = tuple(tensors)
-        if p.wide is not None and not p.short:
+        if p.wide is not None:
             rows = dq, dk, dv
             return *rows, *p.wide.backward(dout, dlse, inputs, out, lse, rows, self.need)[:2]
         use, dbias, sums, shared = bias_route(p, bias, lse, self.pitched) if self.need_dbias else NO_ROUTE
@@ -577,14 +520,7 @@ class BackwardLaunches:
             dbias = bias_parts(p, bias, splits)
             run(inputs, dout, out, lse, dlse, dq, dk, dv, dbias, weight_sums)
             return dq, dk, dv, bias_result(bias, use, dbias, None, True), self.weight_gradient(weight_sums, weight)
-        if p.short:
-            reference, delta = torch.empty_like(lse), torch.empty_like(lse)
-            p.short_delta()(dout, out, lse, dlse, reference, delta)
-            if dq is not None or use:
-                p.short_dq(dq, use, dbias)(inputs, dout, reference, delta, dq, dbias)
-            if not (dk is dv is sums is None):
-                p.short_dkdv(dk, dv, sums is not None)(inputs, dout, reference, delta, dk, dv, sums)
-        elif small and not shared:
+        if small and not shared:
             kind = COLUMN_SUMS.value if sums is not None else use
             into = dbias if sums is None else sums
             p.small_backward(dq, dk, dv, kind, dbias)(inputs, dout, out, lse, dlse, dq, dk, dv, into, weight_sums)
