@@ -1,8 +1,8 @@
 """The suite of drawn calls: its candidates, the check of each, its records, and the end of its time."""
 
 import contextlib
+import functools
 import json
-import multiprocessing
 import os
 import time
 from dataclasses import replace
@@ -57,7 +57,7 @@ def quick(monkeypatch):
 
 
 def gates(call):
-    record = measure.Measurement(call, CPU, []).record()
+    record = measure.record_of(call, CPU)
     return {name: found["gate"] for name, found in record["candidates"].items()}
 
 
@@ -174,7 +174,7 @@ def test_a_wrong_candidate_is_not_timed(quick, monkeypatch):
         return (lambda y: 1.01 * function(y)) if name == "eager" else function
 
     monkeypatch.setattr(ways, "attend", slightly_wrong)
-    record = measure.Measurement(PLAIN, CPU, []).record()
+    record = measure.record_of(PLAIN, CPU)
     found = record["candidates"]["eager"]
     assert found["gate"].startswith("failed: out")
     assert set(found) == {"gate"}
@@ -253,9 +253,12 @@ def test_the_whole_suite_from_the_command_line(tmp_path, capsys, quick):
 def test_the_run_ends_with_its_time_and_keeps_its_records(tmp_path, monkeypatch):
     class Slow:
         def __init__(self, call, device, doing):
-            self.call = call
+            self.call, self.reasons = call, {}
 
-        def record(self, check):
+        def ready(self, check):
+            pass
+
+        def record(self):
             clock.now += 20
             return {**measure.about(self.call, CPU), "candidates": {}}
 
@@ -276,7 +279,7 @@ def test_a_call_that_fails_is_a_record_and_a_lost_device_the_last(monkeypatch):
         def __init__(self, call, device, doing):
             self.call, self.doing = call, doing
 
-        def record(self, check):
+        def ready(self, check):
             self.doing.append("oracle")
             if self.call.index == 2:
                 self.doing.append("cuda")
@@ -402,43 +405,54 @@ def test_help_names_the_suite(capsys):
 
 
 def test_records_are_plain_json(quick):
-    record = measure.Measurement(replace(PLAIN, work="forward"), CPU, []).record()
+    record = measure.record_of(replace(PLAIN, work="forward"), CPU)
     assert json.loads(json.dumps(record, allow_nan=False)) == json.loads(json.dumps(record))
 
 
-def ending(seed, numbers, limits, device, until, say, checks):
-    """In place of `course.measured`, in a process of its own: one call ends it, and one loses its device."""
-    for n in numbers:
-        say(f"{n}")
-        call = draw_call(seed, n, limits)
+class Ending(measure.Attempt):
+    """An attempt whose call 1 ends its process, whose call 2 loses its device, and whose call 3 needs the memory of others."""
+
+    times = 0
+
+    def ready(self, check=None):
+        n = self.call.index
         if n == 1:
             os._exit(3)
-        lost = n == 2
-        yield (
-            measure.failed(call, device, "CUDA error", lost)
-            if lost
-            else {**measure.about(call, device), "candidates": {}}
-        )
-        if lost:
-            return
+        if n == 2:
+            return measure.failed(self.call, self.device, "CUDA error", True)
+        self.crowded = n == 3
+        return None
+
+    def record(self):
+        Ending.times += 1
+        return {
+            **measure.about(self.call, self.device),
+            "candidates": {},
+            "process": os.getpid(),
+            "times": Ending.times,
+        }
 
 
 SERVE = isolation._serve
 
 
 def serve_ending(*given):
-    course.measured = ending
+    isolation.Attempt = Ending
     SERVE(*given)
 
 
-def test_a_process_that_ends_costs_one_call(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("ready", "lasting"), [(1, 2), (2, 3), (4, 3)])
+def test_a_process_that_ends_costs_one_call(monkeypatch, tmp_path, ready, lasting):
+    """However many calls are ready at the same time, records come in order."""
     monkeypatch.setattr(isolation, "_serve", serve_ending)
+    monkeypatch.setattr(isolation, "measured", functools.partial(isolation.measured, ready=ready))
     steps, path = [], tmp_path / "records.jsonl"
-    records = drawn.run(1, 600, device="cpu", calls=5, isolated=True, path=path, on_step=steps.append)
-    assert [r["call"]["index"] for r in records] == [0, 1, 2, 3, 4]
-    assert [r.get("failed") for r in records] == [None, "the process ended with status 3", "CUDA error", None, None]
-    assert steps == ["0", "1", "2", "3", "4"]
+    records = drawn.run(1, 600, device="cpu", calls=6, isolated=True, path=path, on_step=steps.append)
+    assert [r["call"]["index"] for r in records] == [0, 1, 2, 3, 4, 5]
+    assert [r.get("failed") for r in records] == [None, "the process ended with status 3", "CUDA error", *(None,) * 3]
+    assert [step.partition(":")[0] for step in steps] == ["0", "1", "2", "3", "4", "5"]
     assert drawn.read(path) == records
+    assert len({r["process"] for r in records if "process" in r}) == lasting
 
 
 def test_a_process_measures_as_this_one():
@@ -448,11 +462,48 @@ def test_a_process_measures_as_this_one():
 
 def test_a_process_without_a_word_is_given_up(monkeypatch):
     monkeypatch.setattr(isolation, "PATIENCE", 0.05)
-    silent = isolation._Process.__new__(isolation._Process)
-    silent.end, held = multiprocessing.Pipe(duplex=False)
-    silent.reason = None
-    assert list(silent.messages()) == []
-    assert silent.reason == "no result within 0 s" and not held.closed
+    process = isolation._Process(1, SMALL_CALLS, CPU)
+    first = process.process
+    _, record = process.heard(0)
+    assert record["failed"] == "no result within 0 s" and record["lost"] and not first.is_alive()
+    process.prepare(1, None)
+    assert process.process is not first and process.process.is_alive()
+    process.stop()
+
+
+def test_nothing_else_runs_while_a_call_is_timed(monkeypatch):
+    """Every process is ready, or has found that it needs the others' memory, before the first call is timed."""
+    words = []
+
+    class Process:
+        def __init__(self, seed, limits, device):
+            pass
+
+        def call(self, n):
+            return n
+
+        def prepare(self, n, check, alone=False):
+            words.append(("alone" if alone else "prepare", n))
+            self.crowded = n == 1 and not alone
+
+        def heard(self, n):
+            words.append(("ready", n))
+            return (isolation.CROWDED if self.crowded else isolation.READY), None
+
+        def timed(self, n):
+            words.append(("time", n))
+            return isolation.RECORD, {"n": n}
+
+        def stop(self):
+            words.append(("stop", None))
+
+    monkeypatch.setattr(isolation, "_Process", Process)
+    found = isolation.measured(1, range(3), SMALL_CALLS, CPU, time.monotonic() + 60, lambda text: None, {}, ready=3)
+    assert [record["n"] for record in found] == [0, 1, 2]
+    assert words == [
+        *(("prepare", n) for n in range(3)), *(("ready", n) for n in range(3)), ("time", 0), ("time", 2),
+        ("alone", 1), ("ready", 1), ("time", 1), *(("stop", None),) * 3,
+    ]  # fmt: skip
 
 
 def test_a_process_ends_with_the_time():

@@ -17,7 +17,7 @@ from tools.bench.drawn.measure import Check, Record, record_of
 from tools.bench.measure import environment
 
 #: The share of the time left that checks ahead may take.
-AHEAD = 0.25
+AHEAD = 0.35
 #: Seconds that another turn of checks and times needs to be worth its start.
 LEAST_TURN = 40.0
 
@@ -44,7 +44,7 @@ def run(
         calls: the most calls.
         first: the number of the first call.
         small: draw small calls (the default on a CPU).
-        isolated: measure in a process of its own, and go on in another one after a call that takes the device or the
+        isolated: measure in processes of their own, and go on in other ones after a call that takes the device or the
             process with it (the default on a GPU).
         path: records are written to this file as they come, one a line; one that exists is replaced.
         on_step, on_record: called with each step, and with each record.
@@ -94,11 +94,7 @@ def measured(
 ) -> Iterator[Record]:
     """The records of these calls, in this process, until that time by the monotonic clock or a lost device. ``checks``:
     those that were made before, by the number of the call."""
-    # A warning of autograd's own threads, on their first matrix product; harmless.
-    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-    # Refusals of SDPA on nested tensors, which are in the records.
-    logging.getLogger("torch.nested._internal.sdpa").setLevel(logging.ERROR)
-    environment(device)  # kept: a lost device cannot be asked
+    begin(device)
     for n in numbers:
         if time.monotonic() >= until:
             return
@@ -108,3 +104,12 @@ def measured(
         yield record
         if record.get("lost"):
             return
+
+
+def begin(device: torch.device) -> None:
+    """Make this process ready for calls."""
+    # A warning of autograd's own threads, on their first matrix product; harmless.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+    # Refusals of SDPA on nested tensors, which are in the records.
+    logging.getLogger("torch.nested._internal.sdpa").setLevel(logging.ERROR)
+    environment(device)  # kept: a lost device cannot be asked

@@ -57,17 +57,55 @@ def check_of(call: DrawnCall, device: torch.device) -> Check | None:
 
 
 def record_of(call: DrawnCall, device: torch.device, check: Check | None = None) -> Record:
-    """The record of one call, given a check of it or with one. A call that fails has the reason under "failed", and
-    after a lost device "lost" is true."""
-    doing = ["inputs"]
-    try:
-        record = Measurement(call, device, doing).record(check)
-    except Exception as error:
-        record = failed(call, device, f"{doing[-1]}: {first_line(error)}", fatal(error))
-    gc.collect()
-    if device.type == "cuda" and not record.get("lost"):
-        torch.cuda.empty_cache()
-    return record
+    """The record of one call, given a check of it or with one."""
+    attempt = Attempt(call, device)
+    return attempt.ready(check) or attempt.record()
+
+
+class Attempt:
+    """The record of one call in two steps, so that several calls can be made ready at once and timed one after the other.
+
+    A call that fails has the reason under "failed", and after a lost device "lost" is true.
+    """
+
+    def __init__(self, call: DrawnCall, device: torch.device):
+        self.call, self.device = call, device
+        self.crowded = False  # whether memory was short, which others may have taken
+        self._doing = ["inputs"]
+        self._made: Measurement | None = None
+
+    def ready(self, check: Check | None = None) -> Record | None:
+        """Make the call ready to be timed, given a check of it or with one; the record if it failed."""
+        try:
+            self._made = Measurement(self.call, self.device, self._doing)
+            self._made.ready(check)
+        except Exception as error:
+            return self._failed(error)
+        self.crowded = NO_MEMORY in self._made.reasons.values()
+        return None
+
+    def record(self) -> Record:
+        """Time it, and let its memory go."""
+        assert self._made is not None
+        try:
+            record = self._made.record()
+        except Exception as error:
+            return self._failed(error)
+        self.end()
+        return record
+
+    def end(self, lost: bool = False) -> None:
+        self._made = None
+        gc.collect()
+        if self.device.type == "cuda" and not lost:
+            torch.cuda.empty_cache()
+
+    def _failed(self, error: Exception) -> Record:
+        lost = fatal(error)
+        self.crowded = isinstance(error, torch.OutOfMemoryError)
+        record = failed(self.call, self.device, f"{self._doing[-1]}: {first_line(error)}", lost)
+        self.end(lost)
+        return record
 
 
 def failed(call: DrawnCall, device: torch.device, reason: str, lost: bool) -> Record:
@@ -100,6 +138,8 @@ class Measurement:
         self.able: dict[str, Callable[[], object]] = {}
         self.reasons: dict[str, str] = {}
         self.ran: dict[str, Record] = {}
+        self.neighbour: DrawnCall
+        self.spent: dict[str, float] = {}
 
     def check(self) -> None:
         """Check every candidate."""
@@ -124,8 +164,8 @@ class Measurement:
             if reason is not None:
                 self.reasons[name] = reason
 
-    def record(self, check: Check | None = None) -> Record:
-        record = about(self.call, self.device)
+    def ready(self, check: Check | None = None) -> None:
+        """Make the candidates that are right ready to be timed, and the neighbour; given a check, or with one."""
         start = time.monotonic()
         if check is None:
             self.check()
@@ -133,7 +173,12 @@ class Measurement:
         else:
             self._prepare(check)
         self.doing.append(NEIGHBOUR)
-        neighbour = self._neighbour()
+        self.neighbour = self._neighbour()
+        self.spent = {"checking": check.seconds, "preparing": time.monotonic() - start}
+
+    def record(self) -> Record:
+        """The times of what is ready."""
+        record = about(self.call, self.device)
         began = time.monotonic()
         self.doing.append("timing")
         times = self._times()
@@ -141,11 +186,11 @@ class Measurement:
             name: times.get(name) or {"gate": self.reasons[name]} for name in ways.names_of(self.device, self.call.work)
         }
         record[NEIGHBOUR] = {
-            "call": neighbour.as_dict(),
-            "scores": neighbour.scores,
+            "call": self.neighbour.as_dict(),
+            "scores": self.neighbour.scores,
             **(times.get(NEIGHBOUR) or {"gate": self.reasons[NEIGHBOUR]}),
         }
-        spent = {"checking": check.seconds, "preparing": began - start, "timing": time.monotonic() - began}
+        spent = {**self.spent, "timing": time.monotonic() - began}
         record["seconds"] = {n: round(x, 2) for n, x in spent.items()}
         return record
 
