@@ -47,6 +47,7 @@ def compiled(launched: list, architecture: int, call: str) -> Iterator[tuple[dic
     if not _is_wanted(call):
         yield from (({"call": call, "kernel": kernel.__name__}, "") for kernel, _, _ in launched)
         launched.clear()
+        return
     for kernel, args, options in launched:
         made = compile_launch(kernel, args, options, architecture)
         source = made.src

@@ -188,6 +188,13 @@ def test_compiles(architecture, part):
     # Turing's shared memory is too small for a whole second order, its registers for several directions.
     of_many = {kernel for kernel in KERNELS if kernel.startswith("many_")}
     assert missing == ({"double_backward_small_kernel", *of_many} if architecture == 75 else set())
+    named = (
+        "plain",
+        "negative scale",
+        "rows of one number",
+        "rows of one number, apart",
+    )  # with checks of their own below
+    assert {entry["call"] for entry in found}.issuperset(named)
     found = check(found, architecture)
     # Scores whose maximum is subtracted are numbers of their own: not contracted with the subtraction, which would leave
     # their rounding where zero is due. "plain" has them where huge scores send it a second time.

@@ -88,6 +88,25 @@ def test_bands_leave_work_out_of_kernels_that_skip_tiles():
     assert time_of(window, "eager", False) == pytest.approx(time_of(CALL, "eager", False))
 
 
+@pytest.mark.parametrize(
+    ("change", "family"),
+    [
+        ({}, "sdpa/plain"),
+        ({"seq_q": 2}, "sdpa/decode"),
+        ({"dtype": torch.float32}, "sdpa/efficient"),
+        ({"head_dim_v": 144}, "sdpa/efficient"),
+        ({"head_dim_v": 144, "dtype": torch.float32}, "sdpa/efficient"),
+        ({"head_dim_v": 144, "mask": True}, "sdpa/masked"),
+        ({"window_left": 8}, "sdpa/masked"),
+        ({"heads_k": 2, "head_dim_v": 144}, None),
+        ({"heads_k": 2, "dtype": torch.float32}, None),
+    ],
+)
+def test_kernels_of_sdpa_by_the_call(change, family):
+    found = families.family_of(replace(CALL, **change), "sdpa", False)
+    assert (found and found.name) == family
+
+
 def test_a_mask_with_rows_of_its_own_has_no_evidence_from_padding():
     padding, rows = replace(CALL, mask=True), replace(CALL, mask=True, mask_by_query=True)
     known = model.of((9, 0)).families["triton/dense forward, 16 bits"]

@@ -162,12 +162,12 @@ def _serve(pipe: Connection, seed: int, limits: CallLimits, name: str) -> None:
         n, check, alone = pipe.recv()
         attempt = Attempt(draw_call(seed, n, limits), device)
         record = attempt.ready(check)
-        if record is None and not (attempt.crowded and not alone):
+        if record is None and (alone or not attempt.crowded):
             pipe.send((READY, None))
             if pipe.recv() is not TIME:
                 raise RuntimeError("flashsci: a call was to be timed")
             record = attempt.record()
-        if attempt.crowded and not alone:
+        if attempt.crowded and not alone:  # before its times, or among them
             attempt.end()
             pipe.send((CROWDED, None))
         else:

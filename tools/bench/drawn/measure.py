@@ -79,6 +79,11 @@ class Attempt:
         try:
             self._made = Measurement(self.call, self.device, self._doing)
             self._made.ready(check)
+            if (
+                self.device.type == "cuda"
+            ):  # others are timed next: leave them the GPU, and the memory that is not needed
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
         except Exception as error:
             return self._failed(error)
         self.crowded = NO_MEMORY in self._made.reasons.values()
